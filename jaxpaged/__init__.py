@@ -1,0 +1,21 @@
+"""Paged KV cache and paged attention for JAX and Flax. Importing this imports neither flax nor any model."""
+
+from jaxpaged.batch import Batch, check_batch_values
+from jaxpaged.config import NULL_PAGE, AttentionConfig
+from jaxpaged.kv_cache import KVCache, PageBlock
+from jaxpaged.ops.attention import paged_attention
+from jaxpaged.ops.merge import merge_attention
+from jaxpaged.ops.plan import AttentionPlan, make_plan
+
+__all__ = [
+    "NULL_PAGE",
+    "AttentionConfig",
+    "AttentionPlan",
+    "Batch",
+    "KVCache",
+    "PageBlock",
+    "check_batch_values",
+    "make_plan",
+    "merge_attention",
+    "paged_attention",
+]

@@ -1,0 +1,73 @@
+"""Configuration: frozen, hashable, plain Python. Every other module may import this one; it imports none of them."""
+
+import dataclasses
+from typing import Literal
+
+NULL_PAGE = 0
+"""The page id that is never allocated. Page tables are padded with it, so that a gather of padding stays in range."""
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b` rounded up, for non-negative integers."""
+    return -(-a // b)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """How the Triton kernel cuts its work. Results differ by rounding only.
+
+    Attributes:
+        num_programs: Programs a KV head that share the stream of KV tokens (about 528 / KV heads fill an H200).
+            Static: it is never asked of a device, so that a step compiled elsewhere is the same step.
+        max_splits: None cuts a sequence wherever a share ends. 1 never cuts: one program a tile, and a call is one
+            launch instead of two, which suits many sequences of like length.
+        block_q: Query tokens a tile where sequences have several; a decode step has one.
+        block_k: KV tokens a tile, a power of two >= 16; None chooses by head_dim, dtype and rows, as the next two.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth, the page-id level included: 3 keeps one K/V tile in flight, 5 two.
+    """
+
+    num_programs: int = 64
+    max_splits: Literal[1] | None = None
+    block_q: int = 16
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """Shape of a Llama-family decoder, as the checkpoint states it.
+
+    Attributes:
+        rope_theta: Base of the rotary frequencies.
+        rope_factor: Linear rotary scaling: positions are divided by it.
+        rope_freq_factors: Divisor of each of the head_dim / 2 rotary frequencies (Llama 3.1 long context), or None.
+        max_position: Context length the model was trained for, in tokens.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0
+    rope_freq_factors: tuple[float, ...] | None = None
+    tie_embeddings: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The arguments of `KVCache.create`, which documents them."""
+
+    num_layers: int
+    num_pages: int
+    page_size: int = 16
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"

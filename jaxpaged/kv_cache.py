@@ -1,0 +1,247 @@
+"""`KVCache`: the pool of pages as an immutable pytree, and the ways to move tokens and pages in and out of it.
+
+It holds memory and no policy: which page belongs to whom is decided in `jaxpaged.paging` and arrives here as page ids
+and slots. Every method returns a new cache. Inside a jitted step that donates the cache the update is in place; called
+eagerly, each one copies the pool.
+
+    step = jax.jit(step, donate_argnames="cache")
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpaged.config import NULL_PAGE
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageBlock:
+    """Whole pages cut out of a cache, all layers: what swap, checkpoints and disaggregation move.
+
+    Attributes:
+        k: `[num_layers, num_exported, num_kv_heads, page_size, head_dim]`, as `v`.
+    """
+
+    k: Float[Array, "num_layers num_exported num_kv_heads page_size head_dim"]
+    v: Float[Array, "num_layers num_exported num_kv_heads page_size head_dim"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVCache:
+    """Keys and values of all layers, in pages. Make one with `KVCache.create`.
+
+    Attributes:
+        k_pages: `[num_layers, num_pages, num_kv_heads, page_size, head_dim]`, as `v_pages`. One stacked array, so that
+            a scan over layers carries it without a copy; heads before tokens, so that a kernel that works on one KV
+            head reads a run of `page_size * head_dim` values.
+    """
+
+    k_pages: Float[Array, "num_layers num_pages num_kv_heads page_size head_dim"]
+    v_pages: Float[Array, "num_layers num_pages num_kv_heads page_size head_dim"]
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int = 16,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike = jnp.bfloat16,
+    ) -> "KVCache":
+        """An empty cache of `num_pages` pages, the null page included.
+
+        Raises:
+            ValueError: A size is not positive, `num_pages` leaves no page beside the null page, or the dtype is not one
+                that attention computes with.
+        """
+        sizes = {"num_layers": num_layers, "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"`{name}` must be at least 1; got {size}.")
+        if num_pages < 2:
+            raise ValueError(f"`num_pages` must be at least 2; got {num_pages}. Page 0 is the null page.")
+        if jnp.dtype(dtype).name not in _DTYPES:
+            raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}; got {jnp.dtype(dtype).name}.")
+        shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
+        # Two arrays, never one array twice: donating the same buffer twice is an error.
+        return cls(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that share the page ids."""
+        return self.k_pages.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the null page included."""
+        return self.k_pages.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and of V."""
+        return self.k_pages.shape[2]
+
+    @property
+    def page_size(self) -> int:
+        """Token slots a page."""
+        return self.k_pages.shape[3]
+
+    @property
+    def head_dim(self) -> int:
+        """Values a head, of K and of V."""
+        return self.k_pages.shape[4]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Type of the stored values."""
+        return self.k_pages.dtype
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots of the pool. A slot number from here on is dropped by `write`."""
+        return self.num_pages * self.page_size
+
+    @property
+    def nbytes_per_page(self) -> int:
+        """Bytes that one page takes: K and V of `page_size` tokens in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+
+    def write(
+        self,
+        layer: int | Int[Array, ""],
+        k: Float[Array, "num_tokens num_kv_heads head_dim"],
+        v: Float[Array, "num_tokens num_kv_heads head_dim"],
+        slot_mapping: Int[Array, "num_tokens"],
+    ) -> "KVCache":
+        """Stores K and V of new tokens at their slots of one layer, cast to the cache's dtype.
+
+        Args:
+            layer: Which layer; an int or traced.
+            slot_mapping: `page_id * page_size + offset` of each token, all distinct. A number of `num_slots` or more
+                marks padding, and is dropped. Values are not checked here: see `check_batch_values`.
+
+        Raises:
+            ValueError: The shapes do not fit, or a static `layer` is out of range.
+            TypeError: `slot_mapping` is not of integers.
+        """
+        expected = (slot_mapping.shape[0] if slot_mapping.ndim else 0, self.num_kv_heads, self.head_dim)
+        for name, x in (("k", k), ("v", v)):
+            if x.shape != expected or slot_mapping.ndim != 1:
+                raise ValueError(
+                    f"`{name}` must have shape (num_tokens, num_kv_heads, head_dim) = {expected} and `slot_mapping` "
+                    f"(num_tokens,); got {x.shape} and {slot_mapping.shape}."
+                )
+        if not jnp.issubdtype(slot_mapping.dtype, jnp.integer):
+            raise TypeError(f"`slot_mapping` must be of integers; got {slot_mapping.dtype}.")
+        check_layer(layer, self.num_layers)
+        page, offset = slot_mapping // self.page_size, slot_mapping % self.page_size
+        layers = jnp.full_like(page, layer)
+        zeros = jnp.zeros_like(page)
+        # A window is one token of one layer: all its heads, each at the same offset of the same page.
+        starts = jnp.stack([layers, page, zeros, offset, zeros], axis=1)
+        return self._update(starts, k[:, None, None, :, None, :], v[:, None, None, :, None, :])
+
+    def gather(
+        self, layer: int | Int[Array, ""], page_table: Int[Array, "num_seqs max_pages"], seq_lens: Int[Array, "num_seqs"]
+    ) -> tuple[Float[Array, "num_seqs max_len num_kv_heads head_dim"], Float[Array, "num_seqs max_len num_kv_heads head_dim"]]:
+        """K and V of one layer as dense arrays, zero past each sequence's end: for people and tests.
+
+        `max_len` is `max_pages * page_size`. Takes memory and time in proportion to it.
+        """
+        check_layer(layer, self.num_layers)
+        num_seqs, max_pages = page_table.shape
+        live = jnp.arange(max_pages * self.page_size) < seq_lens[:, None]
+        owned = jnp.arange(max_pages) < -(-seq_lens[:, None] // self.page_size)
+        ids = jnp.where(owned, page_table, NULL_PAGE)
+
+        def dense(pages: Array) -> Array:
+            tokens = pages[layer, ids].swapaxes(2, 3).reshape(num_seqs, -1, self.num_kv_heads, self.head_dim)
+            return jnp.where(live[..., None, None], tokens, 0)
+
+        return dense(self.k_pages), dense(self.v_pages)
+
+    def copy_pages(self, src_page_ids: Int[Array, "num_copies"], dst_page_ids: Int[Array, "num_copies"]) -> "KVCache":
+        """Copies pages in all layers: the second half of copy-on-write.
+
+        All sources are read before any destination is written. Destinations must be distinct; one of `num_pages` or
+        more is dropped.
+        """
+        return self.import_pages(dst_page_ids, self.export_pages(src_page_ids))
+
+    def export_pages(self, page_ids: Int[Array, "num_exported"]) -> PageBlock:
+        """Cuts out whole pages, all layers, in the order given."""
+        return PageBlock(k=self.k_pages[:, page_ids], v=self.v_pages[:, page_ids])
+
+    def import_pages(self, page_ids: Int[Array, "num_exported"], block: PageBlock) -> "KVCache":
+        """Puts the pages of `block` into the pool at `page_ids`, which are distinct; `num_pages` or more is dropped.
+
+        Raises:
+            ValueError: The block's pages are of another shape than the pool's, or there are more or fewer than ids.
+            TypeError: The block is of another dtype.
+        """
+        page_ids = jnp.asarray(page_ids, jnp.int32)
+        shape = (self.num_layers, page_ids.shape[0], self.num_kv_heads, self.page_size, self.head_dim)
+        for name, x in (("block.k", block.k), ("block.v", block.v)):
+            if x.shape != shape:
+                raise ValueError(
+                    f"`{name}` must have shape (num_layers, len(page_ids), num_kv_heads, page_size, head_dim) = {shape}; "
+                    f"got {x.shape}."
+                )
+            if x.dtype != self.dtype:
+                raise TypeError(f"`{name}` must be of the cache's dtype {self.dtype}; got {x.dtype}. Cast it on purpose.")
+        zeros = jnp.zeros_like(page_ids)
+        starts = jnp.stack([zeros, page_ids, zeros, zeros, zeros], axis=1)
+        return self._update(starts, jnp.moveaxis(block.k, 1, 0)[:, :, None], jnp.moveaxis(block.v, 1, 0)[:, :, None])
+
+    def _update(self, starts: Array, k: Array, v: Array) -> "KVCache":
+        """Replaces windows of both pools. `starts` [n, 5]; k, v [n, *window], where a window has five axes."""
+        update = functools.partial(lax.platform_dependent, cpu=_update_in_loop, default=_update_by_scatter)
+        k_pages, v_pages = update((self.k_pages, self.v_pages), starts, (k.astype(self.dtype), v.astype(self.dtype)))
+        return KVCache(k_pages=k_pages, v_pages=v_pages)
+
+
+def check_layer(layer: int | ArrayLike, num_layers: int) -> None:
+    """Raises ValueError where a static layer index is out of range; a traced one cannot be seen."""
+    if isinstance(layer, int) and not 0 <= layer < num_layers:
+        raise ValueError(f"`layer` must be from 0 to num_layers - 1 = {num_layers - 1}; got {layer}.")
+
+
+def _update_by_scatter(pools: tuple[Array, Array], starts: Array, windows: tuple[Array, Array]) -> tuple[Array, ...]:
+    """One scatter a pool. XLA drops a window that starts out of range, and may assume that none overlap."""
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3, 4, 5), inserted_window_dims=(), scatter_dims_to_operand_dims=(0, 1, 2, 3, 4)
+    )
+    return tuple(
+        lax.scatter(pool, starts, new, dims, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
+        for pool, new in zip(pools, windows, strict=True)
+    )
+
+
+def _update_in_loop(pools: tuple[Array, Array], starts: Array, windows: tuple[Array, Array]) -> tuple[Array, ...]:
+    """One slice update a window, in place. XLA's CPU backend has no 16-bit float scatter, slice or select: each would first
+    widen a copy of the whole pool to float32. A slice update it has, and a branch drops the padding.
+    """
+    num_pages = pools[0].shape[1]
+
+    def body(i: Array, pools: tuple[Array, ...]) -> tuple[Array, ...]:
+        start = tuple(starts[i])
+
+        def put(*pools: Array) -> tuple[Array, ...]:
+            return tuple(
+                lax.dynamic_update_slice(pool, new[i], start) for pool, new in zip(pools, windows, strict=True)
+            )
+
+        return lax.cond(start[1] < num_pages, put, lambda *pools: pools, *pools)
+
+    return lax.fori_loop(0, starts.shape[0], body, pools)

@@ -1,0 +1,1 @@
+"""Adapters for the neural-network libraries: `jaxpaged.nn.nnx` and `jaxpaged.nn.linen`."""

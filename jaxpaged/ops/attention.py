@@ -1,0 +1,187 @@
+"""`paged_attention`: validates its arguments, chooses a backend, calls it. The way in to every kernel."""
+
+import functools
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxpaged.config import AttentionConfig
+from jaxpaged.kv_cache import check_layer
+from jaxpaged.ops import triton
+from jaxpaged.ops.plan import AttentionPlan
+from jaxpaged.ops.reference import paged_attention_reference
+from jaxpaged.ops.xla import paged_attention_xla
+
+Backend = Literal["auto", "reference", "xla", "triton", "interpret"]
+
+
+def paged_attention(
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    k_pages: Float[Array, "*num_layers num_pages num_kv_heads page_size head_dim"],
+    v_pages: Float[Array, "*num_layers num_pages num_kv_heads page_size head_dim"],
+    page_table: Int[Array, "num_seqs max_pages"],
+    seq_lens: Int[Array, "num_seqs"],
+    *,
+    layer: int | Int[Array, ""] | None = None,
+    cu_q_lens: Int[Array, "num_seqs_plus_1"] | None = None,
+    sm_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Float[Array, "num_q_heads"] | None = None,
+    alibi_slopes: Float[Array, "num_q_heads"] | None = None,
+    causal: bool = True,
+    plan: AttentionPlan | None = None,
+    config: AttentionConfig | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Array | tuple[Array, Array]:
+    """Attention of new tokens over the pages of their sequences.
+
+    Query j of sequence i, which has m queries and `n = seq_lens[i]` KV tokens, stands at position `p = n - m + j`. With
+    query head h and its KV head `h // (num_q_heads // num_kv_heads)`, over the keys x that it sees
+
+        logit(x) = cap(sm_scale q . k(x)) + alibi_slopes[h] (x - p),  where cap(y) = logits_soft_cap tanh(y / logits_soft_cap)
+        out      = sum_x e^(logit(x) - lse) v(x),                     lse = log(sum_x e^logit(x) + e^sinks[h])
+
+    A causal query sees x <= p; a window leaves x > p - sliding_window. What an option leaves out of the formula, when it
+    is None, is not computed.
+
+    Args:
+        q: Queries, sequence after sequence, in the dtype of the cache.
+        k_pages: Keys of all layers, with `layer`; or of one layer, without the first axis and without `layer`.
+        v_pages: Values, of the same shape and dtype.
+        page_table: int32 page ids of each sequence in order. Entries past its last page are never followed.
+        seq_lens: int32 KV tokens of each sequence, this step's included. 0 is a padding row.
+        layer: Which layer of stacked pages; an int or traced.
+        cu_q_lens: int32 prefix sums of the queries of each sequence; None means one each (decode). Tokens from
+            `cu_q_lens[-1]` on are padding.
+        sm_scale: Factor of the logits; None means `head_dim ** -0.5`.
+        logits_soft_cap: Bound of the scaled logits, > 0.
+        sliding_window: Tokens that a query sees, itself included, >= 1. Chunks of keys outside are not read.
+        sinks: A logit a head that takes part in the denominator only. `lse` includes it.
+        alibi_slopes: A slope a head.
+        plan: The cut of this step's work, from `make_plan`; None computes it. Only the Triton kernel has a use for it.
+        config: Tile and partition of the Triton kernel; None takes the defaults.
+        return_lse: Return the log-sum-exp too.
+        backend: `"reference"`, `"xla"`, `"triton"`, `"interpret"` (the Triton kernel under Pallas's interpreter), or
+            `"auto"`: for the platform that the computation is lowered for, Triton on CUDA where the kernel covers the
+            call (`jaxpaged.ops.triton.why_unsupported` says what it does not), XLA elsewhere.
+
+    Returns:
+        Output in the shape and dtype of `q`; with `return_lse` also `lse` `[num_tokens, num_q_heads]` float32, natural
+        log. Rows of length 0 and padding tokens: 0 and -inf.
+
+    Raises:
+        ValueError: A shape or number does not fit.
+        TypeError: A dtype does not fit.
+        NotImplementedError: The named backend does not do this; the message says why.
+
+    Source: PagedAttention (Kwon et al., 2023, section 4.1); sinks: StreamingLLM (Xiao et al., 2024, section 3.2);
+        ALiBi (Press et al., 2022, section 3).
+    """
+    if k_pages.ndim == 4 and v_pages.ndim == 4 and layer is None:
+        k_pages, v_pages, layer = k_pages[None], v_pages[None], 0
+    _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens)
+    _validate_options(q, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend)
+    options = {
+        "layer": layer,
+        "cu_q_lens": cu_q_lens,
+        "sm_scale": q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+        "logits_soft_cap": logits_soft_cap,
+        "sliding_window": sliding_window,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "causal": causal,
+    }
+    by_xla = functools.partial(paged_attention_xla, **options)
+    by_triton = functools.partial(
+        triton.paged_attention_triton, **options, plan=plan, config=config or AttentionConfig(), interpret=False
+    )
+    arrays = (q, k_pages, v_pages, jnp.asarray(page_table), jnp.asarray(seq_lens))
+    unsupported = None
+    if backend in ("auto", "triton", "interpret"):
+        unsupported = triton.why_unsupported(q, k_pages, v_pages)
+    if unsupported is not None and backend != "auto":
+        raise NotImplementedError(f"`backend={backend!r}` cannot run this call: {unsupported}")
+
+    match backend:
+        case "reference":
+            out, lse = paged_attention_reference(*arrays, **options)
+        case "xla":
+            out, lse = by_xla(*arrays)
+        case "triton":
+            out, lse = by_triton(*arrays)
+        case "interpret":
+            out, lse = functools.partial(by_triton, interpret=True)(*arrays)
+        case "auto" if unsupported is None:
+            out, lse = lax.platform_dependent(*arrays, cuda=by_triton, default=by_xla)
+        case "auto":
+            out, lse = by_xla(*arrays)
+    return (out, lse) if return_lse else out
+
+
+def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> None:
+    if q.ndim != 3:
+        raise ValueError(f"`q` must have shape (num_tokens, num_q_heads, head_dim); got {q.shape}.")
+    if k_pages.ndim != 5 or layer is None:
+        raise ValueError(
+            "`k_pages` must have shape (num_layers, num_pages, num_kv_heads, page_size, head_dim) with `layer` given, or "
+            f"that without num_layers and `layer=None`; got {k_pages.shape} and layer={layer}."
+        )
+    if v_pages.shape != k_pages.shape:
+        raise ValueError(f"`v_pages` must have the shape of `k_pages` {k_pages.shape}; got {v_pages.shape}.")
+    check_layer(layer, k_pages.shape[0])
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_pages.shape[2]
+    if head_dim != k_pages.shape[4]:
+        raise ValueError(f"`q` must have the head_dim of the pages, {k_pages.shape[4]}; got {head_dim}.")
+    if num_q_heads % num_kv_heads or num_q_heads == 0:
+        raise ValueError(
+            f"`q` must have a multiple of num_kv_heads = {num_kv_heads} heads, as each KV head serves an equal group; "
+            f"got {num_q_heads}."
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"`q` must be of a floating dtype; got {q.dtype}.")
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.dtype != q.dtype:
+            raise TypeError(f"`{name}` must be of the dtype of `q`, {q.dtype}; got {pages.dtype}. Cast `q` to the cache's.")
+    if page_table.ndim != 2 or 0 in page_table.shape:
+        raise ValueError(
+            f"`page_table` must have shape (num_seqs, max_pages), neither of them 0; got {page_table.shape}. "
+            "Pad missing pages with NULL_PAGE."
+        )
+    num_seqs = page_table.shape[0]
+    if seq_lens.shape != (num_seqs,):
+        raise ValueError(
+            f"`seq_lens` must have shape (num_seqs,) = ({num_seqs},), a length for each row of `page_table`; got "
+            f"{seq_lens.shape}. Padding rows have length 0."
+        )
+    if cu_q_lens is None and num_tokens != num_seqs:
+        raise ValueError(
+            f"`q` must have one token for each of the {num_seqs} rows of `page_table` where `cu_q_lens` is None; got "
+            f"{num_tokens}. Pass `cu_q_lens` to say which tokens belong to which row."
+        )
+    if cu_q_lens is not None and cu_q_lens.shape != (num_seqs + 1,):
+        raise ValueError(f"`cu_q_lens` must have shape (num_seqs + 1,) = ({num_seqs + 1},); got {cu_q_lens.shape}.")
+    integers = {"page_table": page_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
+    for name, x in integers.items():
+        if x is not None and x.dtype != jnp.int32:
+            raise TypeError(f"`{name}` must be int32; got {x.dtype}.")
+
+
+def _validate_options(q, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend) -> None:
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"`logits_soft_cap` must be > 0, or None for no cap; got {logits_soft_cap}.")
+    if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 1):
+        raise ValueError(
+            f"`sliding_window` must be an int >= 1, the tokens that a query sees, itself included, or None; got "
+            f"{sliding_window!r}."
+        )
+    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if x is not None and jnp.shape(x) != (q.shape[1],):
+            raise ValueError(f"`{name}` must have shape (num_q_heads,) = ({q.shape[1]},); got {jnp.shape(x)}.")
+    if backend not in get_args(Backend):
+        raise ValueError(f"`backend` must be one of {', '.join(get_args(Backend))}; got {backend!r}.")
