@@ -7,6 +7,8 @@ from jaxpaged.ops.attention import paged_attention
 from jaxpaged.ops.merge import merge_attention
 from jaxpaged.ops.plan import AttentionPlan, make_plan
 
+__version__ = "0.1.0"
+
 __all__ = [
     "NULL_PAGE",
     "AttentionConfig",

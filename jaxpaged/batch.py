@@ -74,7 +74,7 @@ def check_batch_values(batch: Batch, *, num_pages: int, page_size: int, vocab_si
     token_ids, positions, slots, page_table, seq_lens = (
         np.asarray(x) for x in (batch.token_ids, batch.positions, batch.slot_mapping, batch.page_table, batch.seq_lens)
     )
-    num_seqs, max_pages = page_table.shape
+    max_pages = page_table.shape[1]
     _check(seq_lens.min(initial=0) >= 0, "seq_lens", "not be negative", seq_lens, "0 marks a padding row.")
     _check(
         seq_lens.max(initial=0) <= max_pages * page_size,

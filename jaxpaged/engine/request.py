@@ -79,4 +79,7 @@ class Request:
     def tokens(self, begin: int, end: int) -> list[int]:
         """Tokens `begin` to `end` of prompt and output, one behind the other."""
         prompt = len(self.prompt_token_ids)
-        return [*self.prompt_token_ids[begin:end], *self.output_token_ids[max(0, begin - prompt) : max(0, end - prompt)]]
+        return [
+            *self.prompt_token_ids[begin:end],
+            *self.output_token_ids[max(0, begin - prompt) : max(0, end - prompt)],
+        ]

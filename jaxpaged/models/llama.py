@@ -60,7 +60,9 @@ class Block(nnx.Module):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         attended, cache = self.attention(q, k, v, cache, batch, layer, plan=plan)
         x = x + _linear(attended.reshape(x.shape[0], -1), self.o[...])
-        gate, up = jnp.split(_linear(_rms_norm(x, self.mlp_norm[...], config.rms_norm_eps), self.gate_up[...]), 2, axis=1)
+        gate, up = jnp.split(
+            _linear(_rms_norm(x, self.mlp_norm[...], config.rms_norm_eps), self.gate_up[...]), 2, axis=1
+        )
         return x + _linear(jax.nn.silu(gate) * up, self.down[...]), cache
 
 

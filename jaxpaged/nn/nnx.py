@@ -1,12 +1,11 @@
 """Paged attention as a Flax NNX module: drop it in where a model had attention over its own cache."""
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.batch import Batch
 from jaxpaged.kv_cache import KVCache
-from jaxpaged.ops.attention import Backend, paged_attention
+from jaxpaged.ops.attention import Backend, write_and_attend
 from jaxpaged.ops.plan import AttentionPlan
 
 
@@ -45,24 +44,20 @@ class PagedAttention(nnx.Module):
     ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
         """One layer's attention, in the dtype of `q`, and the cache after the write.
 
-        `q` and `k` come with their positions already in them (`jaxpaged.ops.rope`).
+        `q` and `k` come with their positions in them (`jaxpaged.ops.rope`).
         """
-        cache = cache.write(layer, k, v, batch.slot_mapping)
-        out = paged_attention(
-            q.astype(cache.dtype),
-            cache.k_pages,
-            cache.v_pages,
-            batch.page_table,
-            batch.seq_lens,
-            layer=layer,
-            cu_q_lens=batch.cu_q_lens,
+        return write_and_attend(
+            q,
+            k,
+            v,
+            cache,
+            batch,
+            layer,
             sm_scale=self.sm_scale,
             logits_soft_cap=self.logits_soft_cap,
             sliding_window=self.sliding_window,
+            backend=self.backend,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
             plan=plan,
-            backend=self.backend,
         )
-        assert isinstance(out, jax.Array)
-        return out.astype(q.dtype), cache

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxpaged.batch import Batch
 from jaxpaged.config import AttentionConfig
-from jaxpaged.kv_cache import check_layer
+from jaxpaged.kv_cache import KVCache, check_layer
 from jaxpaged.ops import triton
 from jaxpaged.ops.plan import AttentionPlan
 from jaxpaged.ops.reference import paged_attention_reference
@@ -123,6 +124,51 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+def write_and_attend(
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    k: Float[Array, "num_tokens num_kv_heads head_dim"],
+    v: Float[Array, "num_tokens num_kv_heads head_dim"],
+    cache: KVCache,
+    batch: Batch,
+    layer: int | Int[Array, ""],
+    **options,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
+    """One layer's attention over a cache: stores this step's K and V, then attends to all that is stored.
+
+    What the Flax adapters do. `q` and `k` come with their positions in them (`jaxpaged.ops.rope`).
+
+    Args:
+        options: Of `paged_attention`.
+
+    Returns:
+        Output in the shape and dtype of `q`, and the cache after the write.
+    """
+    cache = cache.write(layer, k, v, batch.slot_mapping)
+    out, _ = paged_attention(
+        q.astype(cache.dtype),
+        cache.k_pages,
+        cache.v_pages,
+        batch.page_table,
+        batch.seq_lens,
+        layer=layer,
+        cu_q_lens=batch.cu_q_lens,
+        return_lse=True,
+        **options,
+    )
+    return out.astype(q.dtype), cache
+
+
+def why_not_on(platform: str, backend: Backend) -> str | None:
+    """The reason why a backend cannot run on a platform (`jax.default_backend()`: cpu, gpu, ...), or None if it can."""
+    if backend not in ("triton", "interpret"):
+        return None
+    if triton.plgpu is None:
+        return f"JAX {jax.__version__} has no Pallas Triton backend."
+    if backend == "triton" and platform != "gpu":
+        return f"it needs an NVIDIA GPU, and JAX sees only a {platform}; `interpret` runs the same kernel anywhere."
+    return None
+
+
 def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> None:
     if q.ndim != 3:
         raise ValueError(f"`q` must have shape (num_tokens, num_q_heads, head_dim); got {q.shape}.")
@@ -147,7 +193,9 @@ def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> No
         raise TypeError(f"`q` must be of a floating dtype; got {q.dtype}.")
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if pages.dtype != q.dtype:
-            raise TypeError(f"`{name}` must be of the dtype of `q`, {q.dtype}; got {pages.dtype}. Cast `q` to the cache's.")
+            raise TypeError(
+                f"`{name}` must be of the dtype of `q`, {q.dtype}; got {pages.dtype}. Cast `q` to the cache's."
+            )
     if page_table.ndim != 2 or 0 in page_table.shape:
         raise ValueError(
             f"`page_table` must have shape (num_seqs, max_pages), neither of them 0; got {page_table.shape}. "

@@ -1,0 +1,169 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxpaged as jp
+from jaxpaged.aot import hlo_copies
+from jaxpaged.config import LlamaConfig
+from jaxpaged.engine import Engine, SamplingParams, SchedulerConfig
+from jaxpaged.models.llama import Llama
+
+GREEDY = json.loads((Path(__file__).parent.parent / "data/greedy_smollm2.json").read_text("utf-8"))
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=3,
+    num_q_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=128,
+    rms_norm_eps=1e-5,
+)
+PAGE_SIZE, MAX_PAGES = 4, 8
+
+
+def make_model(layer_loop: str, config: LlamaConfig = CONFIG, dtype=jnp.float32) -> Llama:
+    """The same weights for each loop, by way of the tree that checkpoint readers make."""
+    stacked = Llama(config, layer_loop="scan", rngs=nnx.Rngs(1))
+    params = nnx.to_pure_dict(nnx.state(stacked))
+    return Llama.from_params(config, params, dtype=dtype, backend="auto", layer_loop=layer_loop)
+
+
+def make_cache(dtype=jnp.float32, num_pages: int = 3 * MAX_PAGES + 1) -> jp.KVCache:
+    cache = jp.KVCache.create(
+        num_layers=CONFIG.num_layers, num_pages=num_pages, page_size=PAGE_SIZE, num_kv_heads=2, head_dim=16, dtype=dtype
+    )
+    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
+
+
+def batch_of(tokens: list[list[int]], new: list[int]) -> jp.Batch:
+    """The step that computes the last `new[i]` of each sequence's tokens, over a shuffled page table."""
+    ids = np.random.default_rng(3).permutation(np.arange(1, 3 * MAX_PAGES + 1)).astype(np.int32)
+    page_table = ids[: len(tokens) * MAX_PAGES].reshape(-1, MAX_PAGES)
+    positions = [np.arange(len(t) - n, len(t)) for t, n in zip(tokens, new, strict=True)]
+    slots = [row[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for row, p in zip(page_table, positions, strict=True)]
+    return jp.Batch(
+        token_ids=np.concatenate([t[len(t) - n :] for t, n in zip(tokens, new, strict=True)]).astype(np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        slot_mapping=np.concatenate(slots).astype(np.int32),
+        page_table=page_table,
+        seq_lens=np.array([len(t) for t in tokens], np.int32),
+        cu_q_lens=None if set(new) == {1} else np.cumsum([0, *new], dtype=np.int32),
+    )
+
+
+TOKENS = [list(np.random.default_rng(i).integers(0, 96, n)) for i, n in enumerate((9, 1, 17))]
+
+
+def dense_logits(model: Llama, tokens: list[int]) -> np.ndarray:
+    """The same network in float64 numpy over one sequence, with no cache: [len(tokens), vocab_size]."""
+    c = model.config
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(model)))
+    angles = np.arange(len(tokens))[:, None] * c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+
+    def norm(x, scale):
+        return scale * x / np.sqrt((x * x).mean(-1, keepdims=True) + c.rms_norm_eps)
+
+    def turn(x):  # [num_tokens, num_heads, head_dim]
+        z = (x[..., : c.head_dim // 2] + 1j * x[..., c.head_dim // 2 :]) * np.exp(1j * angles)[:, None]
+        return np.concatenate([z.real, z.imag], -1)
+
+    x = params["embed"][tokens]
+    for i in range(c.num_layers):
+        w = {name: stack[i] for name, stack in params["layers"].items()}
+        qkv = (norm(x, w["attn_norm"]) @ w["qkv"].T).reshape(len(tokens), -1, c.head_dim)
+        q, k, v = np.split(qkv, (c.num_q_heads, c.num_q_heads + c.num_kv_heads), axis=1)
+        k, v = (np.repeat(y, c.num_q_heads // c.num_kv_heads, axis=1) for y in (turn(k), v))
+        logits = np.einsum("qhd,khd->hqk", turn(q), k) / np.sqrt(c.head_dim)
+        logits[:, np.triu(np.ones((len(tokens),) * 2, bool), 1)] = -np.inf
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        out = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(len(tokens), -1)
+        x = x + out @ w["o"].T
+        gate, up = np.split(norm(x, w["mlp_norm"]) @ w["gate_up"].T, 2, axis=1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T
+    return norm(x, params["final_norm"]) @ params["lm_head" if "lm_head" in params else "embed"].T
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll", "calls"])
+def test_llama_prompt_then_decode_equals_dense_float64(layer_loop, tied):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    model, reference = make_model(layer_loop, config), make_model("scan", config)
+    forward = model if layer_loop == "calls" else jax.jit(model, donate_argnums=0)
+    expected = [dense_logits(reference, tokens) for tokens in TOKENS]
+    prompts = [t[:-1] if len(t) > 1 else t for t in TOKENS]
+    logits, cache = forward(make_cache(), batch_of(prompts, [len(p) for p in prompts]))
+    for row, prompt, rows in zip(logits, prompts, expected, strict=True):
+        np.testing.assert_allclose(row, rows[len(prompt) - 1], rtol=2e-4, atol=2e-4)
+    logits, cache = forward(cache, batch_of(TOKENS, [1, 1, 1]))
+    chex.assert_shape(logits, (3, config.vocab_size))
+    for row, rows in zip(logits, expected, strict=True):
+        np.testing.assert_allclose(row, rows[-1], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_llama_decode_step_on_the_cpu_copies_no_cache_and_at_most_one_layer(dtype):
+    num_pages = 4000  # the pool is larger than the weights, so that a copy of it cannot hide
+    cache = jax.tree.map(jnp.zeros_like, make_cache(dtype, num_pages))
+    batch = batch_of(TOKENS, [1, 1, 1])
+    pool, layer = cache.k_pages.nbytes, nnx.state(make_model("scan").layers)
+    layer_bytes = sum(x.nbytes for x in jax.tree.leaves(layer)) // CONFIG.num_layers
+    for layer_loop in ("scan", "calls"):
+        model = make_model(layer_loop, dtype=dtype)
+        if layer_loop == "scan":
+            lowered = jax.jit(lambda m, c, b: m(c, b), donate_argnums=1).lower(model, cache, batch)
+        else:
+            from jaxpaged.models import llama
+
+            x, rope = llama._enter(model.embed[...], batch, CONFIG)
+            lowered = llama._call_block.lower(model.layers[0], x, cache, batch, jnp.int32(1), rope)
+        compiled = lowered.compile()
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= 2 * pool, layer_loop
+        assert memory.temp_size_in_bytes < layer_bytes + 2**18, layer_loop
+        assert hlo_copies(compiled.as_text(), pool) == [], layer_loop
+
+
+def test_llama_calls_traces_its_layer_once():
+    model, cache = make_model("calls"), make_cache()
+    from jaxpaged.models import llama
+
+    before = llama._call_block._cache_size()
+    for _ in range(3):
+        _, cache = model(cache, batch_of(TOKENS, [1, 1, 1]))
+    assert llama._call_block._cache_size() - before <= 1
+
+
+@pytest.mark.parametrize("index", range(len(GREEDY)))
+def test_llama_builtin_greedy_equals_transformers(builtin_engine, builtin_tokenizer, index):
+    """Prompts of one token, code, chat, accents, emoji, digits and 600 tokens; ids from transformers in float32."""
+    record = GREEDY[index]
+    stop = tuple(builtin_tokenizer.stop_token_ids)
+    params = SamplingParams(max_new_tokens=len(record["token_ids"]), stop_token_ids=stop)
+    [output] = builtin_engine.generate([record["prompt_token_ids"]], params)
+    assert list(output.token_ids) == record["token_ids"], f"least gap between two logits: {record['min_gap']}"
+    assert output.finish_reason.value == ("stop" if record["token_ids"][-1] in stop else "length")
+
+
+def test_llama_builtin_greedy_in_one_batch_equals_one_by_one(builtin_engine, builtin_tokenizer):
+    params = [SamplingParams(max_new_tokens=min(12, len(r["token_ids"]))) for r in GREEDY]
+    outputs = builtin_engine.generate([r["prompt_token_ids"] for r in GREEDY], params)
+    for record, output in zip(GREEDY, outputs, strict=True):
+        assert list(output.token_ids) == record["token_ids"][: len(output.token_ids)]
+    assert builtin_engine.pages.num_free_pages == builtin_engine.pages.num_pages - 1
+
+
+@pytest.fixture(scope="module")
+def builtin_engine(builtin_model) -> Engine:
+    model = Llama.from_params(
+        builtin_model.config, builtin_model.params, dtype=jnp.float32, backend="auto", layer_loop="calls"
+    )
+    return Engine(model, model.cache_config(num_pages=128), SchedulerConfig(max_model_len=1024))
