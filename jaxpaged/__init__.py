@@ -6,6 +6,7 @@ from jaxpaged.kv_cache import KVCache, PageBlock
 from jaxpaged.ops.attention import paged_attention
 from jaxpaged.ops.merge import merge_attention
 from jaxpaged.ops.plan import AttentionPlan, make_plan
+from jaxpaged.paging import OutOfPagesError, PageAllocator, PageCopy
 
 __version__ = "0.1.0"
 
@@ -15,7 +16,10 @@ __all__ = [
     "AttentionPlan",
     "Batch",
     "KVCache",
+    "OutOfPagesError",
+    "PageAllocator",
     "PageBlock",
+    "PageCopy",
     "check_batch_values",
     "make_plan",
     "merge_attention",

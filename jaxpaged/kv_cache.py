@@ -153,8 +153,13 @@ class KVCache:
         return self._update(starts, k[:, None, None, :, None, :], v[:, None, None, :, None, :])
 
     def gather(
-        self, layer: int | Int[Array, ""], page_table: Int[Array, "num_seqs max_pages"], seq_lens: Int[Array, "num_seqs"]
-    ) -> tuple[Float[Array, "num_seqs max_len num_kv_heads head_dim"], Float[Array, "num_seqs max_len num_kv_heads head_dim"]]:
+        self,
+        layer: int | Int[Array, ""],
+        page_table: Int[Array, "num_seqs max_pages"],
+        seq_lens: Int[Array, "num_seqs"],
+    ) -> tuple[
+        Float[Array, "num_seqs max_len num_kv_heads head_dim"], Float[Array, "num_seqs max_len num_kv_heads head_dim"]
+    ]:
         """K and V of one layer as dense arrays, zero past each sequence's end: for people and tests.
 
         `max_len` is `max_pages * page_size`. Takes memory and time in proportion to it.
@@ -199,7 +204,9 @@ class KVCache:
                     f"got {x.shape}."
                 )
             if x.dtype != self.dtype:
-                raise TypeError(f"`{name}` must be of the cache's dtype {self.dtype}; got {x.dtype}. Cast it on purpose.")
+                raise TypeError(
+                    f"`{name}` must be of the cache's dtype {self.dtype}; got {x.dtype}. Cast it on purpose."
+                )
         zeros = jnp.zeros_like(page_ids)
         starts = jnp.stack([zeros, page_ids, zeros, zeros, zeros], axis=1)
         return self._update(starts, jnp.moveaxis(block.k, 1, 0)[:, :, None], jnp.moveaxis(block.v, 1, 0)[:, :, None])

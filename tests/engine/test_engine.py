@@ -1,0 +1,190 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxpaged as jp
+from jaxpaged.config import LlamaConfig
+from jaxpaged.engine import Engine, FinishReason, SamplingParams, SchedulerConfig, runner
+from jaxpaged.models.llama import Llama
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=96,
+    rms_norm_eps=1e-5,
+)
+LIMITS = SchedulerConfig(max_num_seqs=4, max_step_tokens=32, max_model_len=96)
+PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 64, n)] for i, n in enumerate((1, 17, 40, 3, 8, 33))]
+SAMPLED = SamplingParams(max_new_tokens=9, temperature=1.3, top_k=20, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return Llama(CONFIG, layer_loop="scan", rngs=nnx.Rngs(0))
+
+
+def make_engine(model, num_pages: int = 80, limits: SchedulerConfig = LIMITS) -> Engine:
+    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), limits)
+
+
+def solo(model, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
+    [output] = make_engine(model).generate([prompt], params)
+    return output.token_ids
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=9), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_pages", [80, 16])
+def test_generate_together_equals_one_by_one(model, params, num_pages):
+    """In one batch, in chunks, and with a pool so small that requests are preempted and start over."""
+    engine = make_engine(model, num_pages)
+    each = [dataclasses.replace(params, seed=i) for i in range(len(PROMPTS))]
+    outputs = engine.generate(PROMPTS, each)
+    assert (engine.stats().num_preemptions > 0) == (num_pages == 16)
+    for prompt, p, output in zip(PROMPTS, each, outputs, strict=True):
+        assert output.prompt_token_ids == tuple(prompt)
+        assert output.token_ids == solo(model, prompt, p)
+        assert output.num_pages == -(-(len(prompt) + 8) // 4)
+        assert output.finish_reason is FinishReason.LENGTH
+    assert engine.pages.num_free_pages == num_pages - 1
+
+
+def test_generate_with_a_stop_token_ends_there(model):
+    tokens = solo(model, PROMPTS[1], SamplingParams(max_new_tokens=9))
+    stop = tokens[4]
+    [output] = make_engine(model).generate([PROMPTS[1]], SamplingParams(max_new_tokens=9, stop_token_ids=(stop,)))
+    assert output.token_ids == tokens[: tokens.index(stop) + 1]
+    assert output.finish_reason is FinishReason.STOP
+
+
+def test_generate_to_the_end_of_the_context_stops_with_length(model):
+    [output] = make_engine(model).generate([PROMPTS[2]], SamplingParams(max_new_tokens=1000))
+    assert len(output.prompt_token_ids) + len(output.token_ids) == LIMITS.max_model_len
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+def test_generate_calls_on_token_in_order(model):
+    seen: dict[int, list] = {0: [], 1: []}
+    outputs = make_engine(model).generate(PROMPTS[:2], SAMPLED, on_token=lambda t: seen[t.request_id].append(t))
+    for index, output in enumerate(outputs):
+        assert tuple(t.token_id for t in seen[index]) == output.token_ids
+        assert [t.finish_reason for t in seen[index]] == [None] * 8 + [output.finish_reason]
+
+
+def test_step_by_hand_yields_the_tokens_of_each_request(model):
+    engine = make_engine(model)
+    ids = [engine.add_request(p, SAMPLED) for p in PROMPTS[:3]]
+    got: dict[int, list[int]] = {i: [] for i in ids}
+    while engine.has_unfinished():
+        for token in engine.step():
+            got[token.request_id].append(token.token_id)
+    assert [tuple(got[i]) for i in ids] == [solo(model, p, SAMPLED) for p in PROMPTS[:3]]
+    assert engine.step() == []
+
+
+def test_generate_with_one_bad_prompt_leaves_nothing_behind(model):
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="`prompt` must hold at least one token"):
+        engine.generate([PROMPTS[0], []])
+    with pytest.raises(ValueError, match="`top_p` must be above 0 and at most 1; got 0"):
+        engine.generate([PROMPTS[0]], SamplingParams(top_p=0))
+    with pytest.raises(ValueError, match="`params` must be one, or one for each of 2 prompts; got 1"):
+        engine.generate(PROMPTS[:2], [SAMPLED])
+    with pytest.raises(jp.OutOfPagesError, match="`prompt` of 40 tokens with up to 56 new ones"):
+        make_engine(model, 10).generate([PROMPTS[2]])
+    assert not engine.has_unfinished()
+    assert engine.pages.num_free_pages == 79
+
+
+def test_generate_interrupted_by_the_caller_gives_pages_back(model):
+    engine = make_engine(model)
+
+    def interrupt(token):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, on_token=interrupt)
+    assert not engine.has_unfinished()
+    assert engine.pages.num_free_pages == 79
+    assert engine.generate(PROMPTS[:1], SAMPLED)[0].token_ids == solo(model, PROMPTS[0], SAMPLED)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1; got 0"),
+        ({"temperature": -1.0}, "`temperature` must be finite and not negative; got -1.0"),
+        ({"temperature": float("nan")}, "`temperature` must be finite and not negative; got nan"),
+        ({"top_k": -1}, r"`top_k` must be 0 \(all tokens\) or more; got -1"),
+        ({"top_p": 1.5}, "`top_p` must be above 0 and at most 1; got 1.5"),
+        ({"seed": -1}, "`seed` must fit 32 bits without a sign; got -1"),
+    ],
+)
+def test_sampling_params_out_of_range_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SAMPLED, **change).check()
+
+
+def test_generate_of_any_lengths_compiles_a_bounded_number_of_programs(model):
+    """Traces, counted: bucketed shapes only, however many different batches there were."""
+    traced = []
+
+    class Counting:
+        def __call__(self, cache, batch):
+            traced.append((batch.token_ids.shape, batch.seq_lens.shape, batch.cu_q_lens is None))
+            return model(cache, batch)
+
+    counting = jax.tree_util.Partial(Counting())
+    engine = Engine(counting, model.cache_config(num_pages=80, page_size=4), LIMITS)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        lengths = rng.integers(1, 60, rng.integers(1, 7))
+        engine.generate([[1] * n for n in lengths], SamplingParams(max_new_tokens=int(rng.integers(1, 12))))
+    assert len(traced) == len(set(traced))
+    assert len([shapes for shapes in traced if shapes[2]]) <= 3  # decode: 1, 2, 4 sequences
+    assert len(traced) <= 3 + 3 * 6  # prompts: those times 1, 2, 4, ... 32 tokens
+
+
+def test_make_batch_of_any_step_passes_the_value_check(model):
+    engine = make_engine(model)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, SamplingParams(max_new_tokens=5))
+    steps = 0
+    while (plan := engine.scheduler.schedule()) is not None:
+        batch = engine.runner.make_batch(plan)
+        jp.check_batch_values(batch, num_pages=80, page_size=4, vocab_size=CONFIG.vocab_size)
+        assert batch.page_table.shape[1] == 24
+        engine.scheduler.update(plan, engine.runner.run(plan))
+        steps += 1
+    assert steps > 8
+
+
+def test_run_with_page_copies_makes_them_before_it_writes(model):
+    """A fork shares its parent's last page; its first token copies it, and the parent's stays as it was."""
+    engine = make_engine(model)
+    request_id = engine.add_request(PROMPTS[4][:6], SamplingParams(max_new_tokens=4))
+    plan = engine.scheduler.schedule()
+    engine.scheduler.update(plan, engine.runner.run(plan))
+    engine.pages.fork(request_id, "witness")
+    shared = engine.pages.page_ids("witness")
+    before = engine.runner.cache.export_pages(jnp.asarray(shared))
+    plan = engine.scheduler.schedule()
+    assert [copy.src for copy in plan.page_copies] == [shared[-1]]
+    engine.scheduler.update(plan, engine.runner.run(plan))
+    after = engine.runner.cache.export_pages(jnp.asarray(shared))
+    np.testing.assert_array_equal(before.k, after.k)
+    moved = engine.pages.page_ids(request_id)[-1]
+    assert moved != shared[-1]
+    np.testing.assert_array_equal(engine.runner.cache.k_pages[:, moved, :, :2], before.k[:, -1, :, :2])
+
+
+def test_bucket_rounds_up_to_powers_of_two():
+    assert [runner.bucket(n) for n in (1, 2, 3, 4, 5, 17, 64)] == [1, 2, 4, 4, 8, 32, 64]

@@ -1,0 +1,147 @@
+"""PagePool: the free stack and the reference counts."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from jaxpaged.config import NULL_PAGE
+from jaxpaged.paging import OutOfPagesError, PagePool
+
+
+def state_of(pool: PagePool):
+    return pool.num_free_pages, [pool.ref_count(page_id) for page_id in range(pool.num_pages)]
+
+
+def test_allocate_whole_pool_hands_out_each_page_once_and_never_the_null_page():
+    pool = PagePool(9)
+    page_ids = pool.allocate(8)
+    assert sorted(page_ids.tolist()) == list(range(1, 9))
+    assert NULL_PAGE not in page_ids
+    assert pool.num_free_pages == 0
+    assert pool.num_pages == 9
+
+
+def test_allocate_after_release_returns_the_same_pages_in_the_same_order():
+    pool = PagePool(20)
+    pool.allocate(3)
+    page_ids = pool.allocate(5)
+    pool.release(page_ids)
+    np.testing.assert_array_equal(pool.allocate(5), page_ids)
+
+
+def test_release_is_last_in_first_out():
+    pool = PagePool(20)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.release(first)
+    pool.release(second)
+    assert pool.allocate(4).tolist() == [*second.tolist(), *first.tolist()]
+
+
+def test_allocate_result_is_not_a_view_of_the_stack():
+    pool = PagePool(6)
+    page_ids = pool.allocate(2)
+    page_ids[:] = 5
+    assert pool.allocate(3).tolist() == [3, 4, 5]
+
+
+def test_allocate_too_many_raises_with_numbers_and_changes_nothing():
+    pool = PagePool(6)
+    pool.allocate(3)
+    before = state_of(pool)
+    with pytest.raises(OutOfPagesError, match=r"^Allocation needs 3 pages; 2 are free\.$") as refused:
+        pool.allocate(3)
+    assert (refused.value.needed, refused.value.free) == (3, 2)
+    assert state_of(pool) == before
+
+
+def test_out_of_pages_error_is_a_runtime_error_and_survives_pickling():
+    error = pickle.loads(pickle.dumps(OutOfPagesError(5, 2, "This")))
+    assert isinstance(error, RuntimeError)
+    assert (error.needed, error.free, str(error)) == (5, 2, "This needs 5 pages; 2 are free.")
+
+
+def test_retain_makes_a_page_survive_one_release():
+    pool = PagePool(6)
+    page_ids = pool.allocate(3)
+    pool.retain(page_ids[:2])
+    assert pool.num_shared_pages() == 2
+    pool.release(page_ids)
+    assert [pool.ref_count(page_id) for page_id in page_ids] == [1, 1, 0]
+    assert pool.num_shared_pages() == 0
+    assert pool.num_free_pages == 3
+    pool.release(page_ids[:2])
+    assert pool.num_free_pages == 5
+
+
+def test_release_of_no_pages_changes_nothing():
+    pool = PagePool(6)
+    pool.release([])
+    pool.retain(np.zeros(0, np.int32))
+    assert pool.num_free_pages == 5
+
+
+@pytest.mark.parametrize("verb", ["retain", "release"])
+@pytest.mark.parametrize(
+    ("page_ids", "named"),
+    [
+        ([2, 4], "4, which nobody owns"),
+        ([2, NULL_PAGE], "0, which nobody owns"),
+        ([-1, 2], "-1, which nobody owns"),
+        ([-4], "-4, which nobody owns"),
+        ([6], "6, which nobody owns"),
+        ([2**40], "1099511627776, which nobody owns"),
+        ([1, 3, 1], "1, which is given twice"),
+    ],
+)
+def test_release_of_a_page_that_is_not_owned_once_raises_with_its_id_and_changes_nothing(verb, page_ids, named):
+    pool = PagePool(6)
+    pool.allocate(3)
+    before = state_of(pool)
+    expected = f"`page_ids` of {verb} must be owned pages among the 5 pages of this pool, each given once; got {named}."
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        getattr(pool, verb)(page_ids)
+    assert state_of(pool) == before
+    assert pool.allocate(2).tolist() == [4, 5]
+
+
+def test_release_of_a_negative_id_does_not_reach_the_page_that_it_would_index():
+    pool = PagePool(4)
+    pool.allocate(3)
+    with pytest.raises(ValueError, match="got -2, which nobody owns"):
+        pool.release([-2])
+    assert pool.num_free_pages == 0
+
+
+def test_release_of_floats_raises_type_error():
+    pool = PagePool(4)
+    pool.allocate(3)
+    with pytest.raises(TypeError, match="same_kind"):
+        pool.release([1.5])
+
+
+@pytest.mark.parametrize("count", [-1, True, 1.0, "2", None])
+def test_allocate_with_a_bad_count_raises(count):
+    pool = PagePool(4)
+    with pytest.raises((ValueError, TypeError), match=r"^`count` must be an integer >= 0; got "):
+        pool.allocate(count)
+    assert pool.num_free_pages == 3
+
+
+@pytest.mark.parametrize("num_pages", [1, 0, -3, True, 2.5])
+def test_pool_with_a_bad_size_raises(num_pages):
+    with pytest.raises(
+        (ValueError, TypeError), match="`num_pages`, the null page included, must be an integer >= 2; got"
+    ):
+        PagePool(num_pages)
+
+
+def test_bulk_of_many_pages_keeps_count():
+    pool = PagePool(10_001)
+    page_ids = pool.allocate(10_000)
+    pool.retain(page_ids[::2])
+    shuffled = np.random.default_rng(0).permutation(page_ids)
+    pool.release(shuffled)
+    assert pool.num_free_pages == 5_000
+    pool.release(page_ids[::2])
+    assert sorted(pool.allocate(10_000).tolist()) == list(range(1, 10_001))
