@@ -213,7 +213,8 @@ class KVCache:
 
     def _update(self, starts: Array, k: Array, v: Array) -> "KVCache":
         """Replaces windows of both pools. `starts` [n, 5]; k, v [n, *window], where a window has five axes."""
-        update = functools.partial(lax.platform_dependent, cpu=_update_in_loop, default=_update_by_scatter)
+        on_cpu = _update_by_scatter if self.dtype == jnp.float32 else _update_in_loop
+        update = functools.partial(lax.platform_dependent, cpu=on_cpu, default=_update_by_scatter)
         k_pages, v_pages = update((self.k_pages, self.v_pages), starts, (k.astype(self.dtype), v.astype(self.dtype)))
         return KVCache(k_pages=k_pages, v_pages=v_pages)
 

@@ -26,7 +26,7 @@ def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     order = np.argsort(-logits, kind="stable")[: top_k or VOCAB]
     p = np.exp(logits[order] - logits.max())
     before = np.concatenate([[0], np.cumsum(p / p.sum())[:-1]])
-    kept[order[before < top_p]] = True
+    kept[order if top_p == 1 else order[before < top_p]] = True
     return kept
 
 
@@ -66,7 +66,9 @@ def test_sample_mixed_batch_keeps_greedy_rows_greedy():
     assert len(set(tokens[1::2])) > 5
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 6, 1.0), (1.0, 0, 0.8)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 6, 1.0), (1.0, 0, 0.8)]
+)
 def test_sample_draws_follow_the_distribution(temperature, top_k, top_p):
     draws = 20_000
     row = np.asarray(logits_of(1, seed=5)[0], np.float64) / temperature
