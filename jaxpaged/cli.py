@@ -7,20 +7,28 @@ one line on stderr and exit code 2.
 import argparse
 import contextlib
 import importlib.metadata
+import io
 import itertools
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
-if TYPE_CHECKING:
-    from jaxpaged.engine import Engine, NewToken, RequestOutput, SamplingParams
+import jax
+
+from jaxpaged import __version__
+from jaxpaged.config import cdiv
+from jaxpaged.engine import Engine, NewToken, RequestOutput, SamplingParams, SchedulerConfig
+from jaxpaged.ops.attention import Backend, why_not_on
+from jaxpaged.paging import OutOfPagesError
+
+if TYPE_CHECKING:  # Flax and the model readers load when a model does: a mistyped flag need not wait for them
     from jaxpaged.models.llama import Llama
-    from jaxpaged.models.tokenizer import Tokenizer
+    from jaxpaged.models.tokenizer import TextStream, Tokenizer
 
 
 class UsageError(Exception):
@@ -33,22 +41,37 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command and exits with its code: 0, 2 for a mistake of the caller, 130 when interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a stream that somebody put there in place of the real one
-            stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    """Runs a command and exits with its code: 0, 2 for a mistake of the caller, 130 interrupted, 141 unread."""
+    _mend_streams()
     try:
         args = _parser().parse_args(argv)
         args.run(args)
         sys.stdout.flush()
     except UsageError as error:
-        print(f"jaxpaged: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        _complain(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader has seen enough, as `head` does
+    except OSError as error:  # of stdout: whatever reads a file has complained about it by name
+        # Python flushes once more when it ends, and must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough, as `head` does
+            sys.exit(141)
+        _complain(f"the output cannot be written: {error.strerror}.")
+
+
+def _mend_streams() -> None:
+    """Makes stdout and stderr take any text, and any at all where whoever started this closed them."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.StringIO())
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def _complain(message: str) -> NoReturn:
+    print(f"jaxpaged: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     generate.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (default: %(default)s)")
     generate.add_argument("--num-pages", type=int, metavar="N", help="pages of the pool, the null page included")
-    generate.add_argument("--backend", choices=("auto", "reference", "xla", "triton", "interpret"), default="auto")
+    generate.add_argument("--backend", choices=get_args(Backend), default="auto")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     generate.add_argument("--format", choices=("text", "json"), default="text")
 
@@ -86,43 +109,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    # Imported here: JAX takes a second to load, which `--help` and a mistyped flag need not wait for.
-    import jax
-
-    from jaxpaged.config import cdiv
-    from jaxpaged.engine import Engine, SamplingParams, SchedulerConfig
-    from jaxpaged.ops.attention import why_not_on
-    from jaxpaged.paging import OutOfPagesError
-
     prompts = _read_prompts(args)
     if args.page_size < 1:
         raise UsageError(f"`--page-size` must be at least 1; got {args.page_size}.")
-    if reason := why_not_on(jax.default_backend(), args.backend):
+    if reason := why_not_on(_platform(), args.backend):
         raise UsageError(f"`--backend {args.backend}` cannot run here: {reason}")
     sampling = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
     try:
         for index in range(len(prompts)):
             SamplingParams(**sampling, seed=args.seed + index).check()
         model, tokenizer = _load(args)
-        texts = prompts
-        if args.chat:
-            texts = [tokenizer.apply_chat_template([{"role": "user", "content": p}]) for p in prompts]
-        prompt_token_ids = [tokenizer.encode(text) for text in texts]
+        prompt_token_ids = _encode(args, tokenizer, prompts, model.config.max_position)
         stop = tuple(tokenizer.stop_token_ids)
         params = [SamplingParams(**sampling, seed=args.seed + i, stop_token_ids=stop) for i in range(len(prompts))]
-
         max_tokens = [min(len(ids) + args.max_new_tokens, model.config.max_position) for ids in prompt_token_ids]
-        limits = SchedulerConfig(max_model_len=max(max_tokens))
-        num_pages = args.num_pages
-        if num_pages is None:  # what the longest ones that can run together take
-            num_pages = 1 + sum(cdiv(n, args.page_size) for n in sorted(max_tokens)[-limits.max_num_seqs :])
-        engine = Engine(model, model.cache_config(num_pages=num_pages, page_size=args.page_size), limits)
-
+        engine = _make_engine(args, model, max_tokens)
         begin = time.perf_counter()
         outputs = _run(args, engine, tokenizer, prompts, prompt_token_ids, params)
-    except (OSError, ValueError, ModuleNotFoundError, NotImplementedError, OutOfPagesError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
+    except (ValueError, ModuleNotFoundError, NotImplementedError, OutOfPagesError) as error:
         raise UsageError(str(error)) from error
     _summarise(engine, outputs, max(max_tokens), time.perf_counter() - begin)
 
@@ -135,27 +139,80 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         prompts += _read_lines(args.prompts_file)
     if not prompts:
         raise UsageError("no prompt given: pass one, or --prompts-file FILE, or '-' for standard input.")
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise UsageError(f"prompt {number} of {len(prompts)} is empty: there is nothing to continue.")
+    if "" in prompts:
+        raise UsageError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty: there is nothing to continue.")
     return prompts
 
 
 def _read_lines(path: str) -> list[str]:
+    name = "standard input" if path == "-" else f"`--prompts-file {path}`"
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        return data.decode("utf-8").removesuffix("\n").replace("\r\n", "\n").split("\n") if data else []
+        data = Path(path).read_bytes() if path != "-" else sys.stdin.buffer.read() if sys.stdin else b""
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")  # as editors on Windows save it
     except OSError as error:
-        raise UsageError(f"`--prompts-file {path}` cannot be read: {error.strerror}.") from error
+        raise UsageError(f"{name} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"`--prompts-file {path}` must be UTF-8; byte {error.start} is not.") from error
+        raise UsageError(f"{name} must be UTF-8; byte {error.start} is not.") from error
+    except ValueError as error:  # a path with a NUL in it
+        raise UsageError(f"{name} cannot be read: {error}.") from error
+    lines = text.removesuffix("\n").split("\n") if text else []
+    if "" in lines:
+        raise UsageError(f"{name}: line {lines.index('') + 1} of {len(lines)} is empty, and each line is a prompt.")
+    return lines
+
+
+def _platform() -> str:
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that the plugin of JAX_PLATFORMS has loaded
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise UsageError(f"JAX finds no device (JAX_PLATFORMS={asked!r}): {error or 'its plugin failed'}") from error
 
 
 def _load(args: argparse.Namespace) -> "tuple[Llama, Tokenizer]":
     from jaxpaged.models.loading import load_model
 
     with _progress("Loading", "bytes") as advance:
-        return load_model(args.model, dtype=args.dtype, backend=args.backend, progress=advance)
+        try:
+            return load_model(args.model, dtype=args.dtype, backend=args.backend, progress=advance)
+        except OSError as error:
+            raise UsageError(str(error)) from error
+
+
+def _encode(args: argparse.Namespace, tokenizer: "Tokenizer", prompts: list[str], max_position: int) -> list[list[int]]:
+    """Token ids of each prompt. One that has none, or that fills the context, is refused by its number."""
+    texts = prompts
+    if args.chat:
+        texts = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]
+    nothing = tokenizer.encode("")
+    prompt_token_ids = []
+    for number, text in enumerate(texts, 1):
+        ids = tokenizer.encode(text)
+        if ids == nothing:
+            raise UsageError(f"prompt {number} of {len(prompts)} is empty: the vocabulary has none of its characters.")
+        if len(ids) >= max_position:
+            raise UsageError(
+                f"prompt {number} of {len(prompts)} must be shorter than the context of {max_position} tokens, to "
+                f"leave room for one more; got {len(ids)} tokens. Shorten it."
+            )
+        prompt_token_ids.append(ids)
+    return prompt_token_ids
+
+
+def _make_engine(args: argparse.Namespace, model: "Llama", max_tokens: list[int]) -> Engine:
+    """An engine whose pool holds `--num-pages`, or else what the longest prompts that can run together may need."""
+    limits = SchedulerConfig(max_model_len=max(max_tokens))
+    if args.page_size > model.config.max_position:
+        raise UsageError(
+            f"`--page-size` must be at most the context of {model.config.max_position} tokens; got {args.page_size}."
+        )
+    num_pages = args.num_pages
+    if num_pages is None:
+        num_pages = 1 + sum(cdiv(n, args.page_size) for n in sorted(max_tokens)[-limits.max_num_seqs :])
+    try:
+        return Engine(model, model.cache_config(num_pages=num_pages, page_size=args.page_size), limits)
+    except jax.errors.JaxRuntimeError as error:
+        raise UsageError(f"no memory for {num_pages} pages of {args.page_size} tokens: {error}") from error
 
 
 @contextlib.contextmanager
@@ -173,20 +230,20 @@ def _progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
 
 def _run(
     args: argparse.Namespace,
-    engine: "Engine",
+    engine: Engine,
     tokenizer: "Tokenizer",
     prompts: list[str],
     prompt_token_ids: list[list[int]],
-    params: "list[SamplingParams]",
-) -> "list[RequestOutput]":
+    params: list[SamplingParams],
+) -> list[RequestOutput]:
     """Generates and prints: one prompt's text on a terminal as it comes, everything else when all is done."""
-    from jaxpaged.models.tokenizer import TextStream
-
     heads = [""] * len(prompts) if args.chat else prompts
+    # A reply stands alone; a continuation may begin with a space, which only what came before can tell.
+    streams = [_text_after([] if args.chat else ids, tokenizer) for ids in prompt_token_ids]
     if args.format == "text" and len(prompts) == 1 and sys.stdout.isatty():
-        stream, heads = TextStream(tokenizer), iter(heads)
+        [stream], heads = streams, iter(heads)
 
-        def show(token: "NewToken") -> None:
+        def show(token: NewToken) -> None:
             print(next(heads, "") + stream.push(token.token_id), end="", flush=True)
 
         outputs = engine.generate(prompt_token_ids, params, on_token=show)
@@ -196,8 +253,8 @@ def _run(
     total, count = sum(p.max_new_tokens for p in params), itertools.count(1)
     with _progress("Generating", "tokens") as advance:
         outputs = engine.generate(prompt_token_ids, params, on_token=lambda _: advance(next(count), total))
-    for prompt, head, output in zip(prompts, heads, outputs, strict=True):
-        text = tokenizer.decode(output.token_ids)
+    for prompt, head, stream, output in zip(prompts, heads, streams, outputs, strict=True):
+        text = "".join([*map(stream.push, output.token_ids), stream.finish()])
         record = {
             "prompt": prompt,
             "prompt_token_ids": output.prompt_token_ids,
@@ -210,34 +267,41 @@ def _run(
     return outputs
 
 
-def _summarise(engine: "Engine", outputs: "list[RequestOutput]", max_len: int, seconds: float) -> None:
+def _text_after(token_ids: Iterable[int], tokenizer: "Tokenizer") -> "TextStream":
+    """A stream that has seen `token_ids`."""
+    from jaxpaged.models.tokenizer import TextStream
+
+    stream = TextStream(tokenizer)
+    for token_id in token_ids:
+        stream.push(token_id)
+    return stream
+
+
+def _summarise(engine: Engine, outputs: list[RequestOutput], max_len: int, seconds: float) -> None:
     """What was done, and what paging saved, on stderr."""
-    stats = engine.stats()
+    stats, page_size = engine.stats(), engine.pages.page_size
     num_tokens = sum(len(o.token_ids) for o in outputs)
-    paged = stats.peak_num_pages * stats.nbytes_per_page
-    contiguous = len(outputs) * max_len * stats.nbytes_per_page // engine.pages.page_size
+    num_pages, batch = stats.peak_num_pages, min(len(outputs), engine.scheduler.config.max_num_seqs)
+    contiguous = batch * max_len * stats.nbytes_per_page // page_size
     print(
-        f"{num_tokens} tokens in {seconds:.1f} s, compilation included. "
-        f"KV cache: {stats.peak_num_pages} pages of {engine.pages.page_size} tokens, {_mebibytes(paged)}; "
-        f"a contiguous [{len(outputs)}, {max_len}] cache would take {_mebibytes(contiguous)}.",
+        f"{num_tokens} token{'s' * (num_tokens != 1)} in {seconds:.1f} s, compilation included. "
+        f"KV cache: {num_pages} page{'s' * (num_pages != 1)} of {page_size} tokens, "
+        f"{_size(num_pages * stats.nbytes_per_page)}; "
+        f"a contiguous [{batch}, {max_len}] cache would take {_size(contiguous)}.",
         file=sys.stderr,
     )
 
 
-def _mebibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def _info(args: argparse.Namespace) -> None:
-    import jax
-
-    import jaxpaged
-    from jaxpaged.ops.attention import Backend, why_not_on
-
+    here = _platform()
     device = jax.devices()[0]
     print(f"device    {device.device_kind} ({device.platform}), {jax.device_count()} in all")
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "numpy"))
-    print(f"versions  jaxpaged {jaxpaged.__version__}, {', '.join(versions)}, Python {platform.python_version()}")
+    print(f"versions  jaxpaged {__version__}, {', '.join(versions)}, Python {platform.python_version()}")
     for backend in get_args(Backend):
-        reason = why_not_on(jax.default_backend(), backend)
+        reason = why_not_on(here, backend)
         print(f"backend   {backend:<10} {'runs here' if reason is None else f'cannot run here: {reason}'}")

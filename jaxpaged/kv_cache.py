@@ -200,8 +200,8 @@ class KVCache:
         for name, x in (("block.k", block.k), ("block.v", block.v)):
             if x.shape != shape:
                 raise ValueError(
-                    f"`{name}` must have shape (num_layers, len(page_ids), num_kv_heads, page_size, head_dim) = {shape}; "
-                    f"got {x.shape}."
+                    f"`{name}` must have shape (num_layers, len(page_ids), num_kv_heads, page_size, head_dim) = "
+                    f"{shape}; got {x.shape}."
                 )
             if x.dtype != self.dtype:
                 raise TypeError(
@@ -237,8 +237,8 @@ def _update_by_scatter(pools: tuple[Array, Array], starts: Array, windows: tuple
 
 
 def _update_in_loop(pools: tuple[Array, Array], starts: Array, windows: tuple[Array, Array]) -> tuple[Array, ...]:
-    """One slice update a window, in place. XLA's CPU backend has no 16-bit float scatter, slice or select: each would first
-    widen a copy of the whole pool to float32. A slice update it has, and a branch drops the padding.
+    """One slice update a window, in place. XLA's CPU backend has no 16-bit float scatter, slice or select: each would
+    first widen a copy of the whole pool to float32. A slice update it has, and a branch drops the padding.
     """
     num_pages = pools[0].shape[1]
 

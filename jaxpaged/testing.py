@@ -122,7 +122,7 @@ def oracle(
     """Attention of `case` in float64, one token and one head at a time, from the dense K and V.
 
     Returns:
-        Output `[num_tokens, num_q_heads, head_dim]` and log-sum-exp `[num_tokens, num_q_heads]`; 0 and -inf for padding.
+        Output `[num_tokens, num_q_heads, head_dim]`, log-sum-exp `[num_tokens, num_q_heads]`; 0 and -inf for padding.
     """
     num_tokens, num_q_heads, head_dim = case.q.shape
     q_per_kv = num_q_heads // case.k_pages.shape[2]

@@ -1,4 +1,4 @@
-"""Continuous batching over one paged cache: `Request -> Scheduler -> StepPlan -> Runner -> Batch -> model -> sample`."""
+"""Continuous batching over one cache: `Request -> Scheduler -> StepPlan -> Runner -> Batch -> model -> sample`."""
 
 from jaxpaged.engine.engine import Engine, EngineStats, NewToken, RequestOutput
 from jaxpaged.engine.request import FinishReason, SamplingParams

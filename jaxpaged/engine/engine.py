@@ -116,8 +116,8 @@ class Engine:
             One output a prompt, in the order given.
 
         Raises:
-            ValueError, OutOfPagesError: As `add_request`, before anything is computed. Whatever is raised, no request of
-                this call stays behind.
+            ValueError, OutOfPagesError: As `add_request`, before anything is computed. Whatever is raised, no request
+                of this call stays behind.
         """
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)

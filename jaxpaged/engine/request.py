@@ -28,7 +28,7 @@ class SamplingParams:
         """Raises ValueError for a number out of range, by name."""
         rules = {
             "max_new_tokens": (self.max_new_tokens >= 1, "be at least 1"),
-            "temperature": (0 <= self.temperature < float("inf"), "be finite and not negative"),
+            "temperature": (0 <= self.temperature <= 3e38, "be finite and not negative"),  # float32 ends at 3.4e38
             "top_k": (self.top_k >= 0, "be 0 (all tokens) or more"),
             "top_p": (0 < self.top_p <= 1, "be above 0 and at most 1"),
             "seed": (0 <= self.seed < 2**32, "fit 32 bits without a sign"),

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.batch import Batch
@@ -62,7 +61,7 @@ class Runner:
         num_tokens = num_seqs if plan.is_decode else bucket(int(q_lens.sum()))
 
         token_ids = [t for r, n in zip(plan.requests, q_lens, strict=True)
-                     for t in r.tokens(r.num_computed_tokens, r.num_computed_tokens + n)]  # fmt: skip
+                     for t in r.tokens(r.num_computed_tokens, r.num_computed_tokens + int(n))]  # fmt: skip
         first = np.cumsum(q_lens) - q_lens
         positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(begins - first, q_lens)
         cu_q_lens = np.full(num_seqs + 1, len(token_ids), np.int32)
@@ -72,14 +71,15 @@ class Runner:
         slots[: len(token_ids)] = self.pages.slot_mapping(ids, q_lens)
         page_table = np.full((num_seqs, self.max_pages), NULL_PAGE, np.int32)
         page_table[: len(ids)] = self.pages.page_table(ids, self.max_pages)
-        return Batch(
-            token_ids=_padded(token_ids, num_tokens, np.int32),
-            positions=_padded(positions, num_tokens, np.int32),
-            slot_mapping=slots,
-            page_table=page_table,
-            seq_lens=_padded(begins + q_lens, num_seqs, np.int32),
-            cu_q_lens=None if plan.is_decode else cu_q_lens,
-        )
+        arrays = {
+            "token_ids": _padded(token_ids, num_tokens, np.int32),
+            "positions": _padded(positions, num_tokens, np.int32),
+            "slot_mapping": slots,
+            "page_table": page_table,
+            "seq_lens": _padded(begins + q_lens, num_seqs, np.int32),
+            "cu_q_lens": None if plan.is_decode else cu_q_lens,
+        }
+        return Batch(**jax.device_put(arrays))  # once, here: a model in pieces would upload them for each piece
 
     def make_sampling(self, plan: StepPlan) -> SamplingBatch | None:
         """How to sample each row, or None when all are greedy."""
@@ -87,13 +87,14 @@ class Runner:
         if all(p.temperature == 0 for p in params):
             return None
         num_seqs = bucket(len(params))
-        return SamplingBatch(
-            temperature=_padded([p.temperature for p in params], num_seqs, np.float32),
-            top_k=_padded([p.top_k for p in params], num_seqs, np.int32),
-            top_p=_padded([p.top_p for p in params], num_seqs, np.float32),
-            seed=_padded([p.seed for p in params], num_seqs, np.uint32),
-            position=_padded([r.num_tokens for r in plan.requests], num_seqs, np.int32),
-        )
+        arrays = {
+            "temperature": _padded([p.temperature for p in params], num_seqs, np.float32),
+            "top_k": _padded([min(p.top_k, 2**31 - 1) for p in params], num_seqs, np.int32),
+            "top_p": _padded([p.top_p for p in params], num_seqs, np.float32),
+            "seed": _padded([p.seed for p in params], num_seqs, np.uint32),
+            "position": _padded([r.num_tokens for r in plan.requests], num_seqs, np.int32),
+        }
+        return SamplingBatch(**jax.device_put(arrays))
 
 
 def bucket(n: int) -> int:

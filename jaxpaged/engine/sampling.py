@@ -53,14 +53,15 @@ def keep_likeliest(
     """Which tokens top-k and then top-p leave, `[num_seqs, vocab_size]` bool. Tokens that tie with the last stay too.
 
     Sorting a vocabulary is slow on a CPU and several launches on a GPU. What is kept is a threshold on the logits, and
-    as floats order like integers, 32 halvings of the integers find it exactly: the largest threshold that still leaves k
-    tokens, then the largest that still leaves probability p.
+    as floats order like integers, 32 halvings of the integers find it exactly: the largest threshold that still leaves
+    k tokens, then the largest that still leaves probability p.
     """
     keys = _ordered_bits(logits)
     k = jnp.where(top_k > 0, top_k, logits.shape[-1])
     by_count = _largest_threshold(keys, lambda kept: kept.sum(-1) >= k)
     kept = keys >= by_count[:, None]
     p = jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1)
+    top_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)  # of 0, no token at all would be enough
     by_mass = _largest_threshold(keys, lambda kept: jnp.where(kept, p, 0).sum(-1) >= top_p)
     return kept & ((keys >= by_mass[:, None]) | (top_p >= 1)[:, None])
 

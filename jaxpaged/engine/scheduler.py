@@ -78,8 +78,8 @@ class Scheduler:
             raise ValueError("`prompt` must hold at least one token; got none. There is nothing to continue.")
         if length >= limit:
             raise ValueError(
-                f"`prompt` must be shorter than the context of {limit} tokens, to leave room for one more; got {length} "
-                "tokens. Shorten it."
+                f"`prompt` must be shorter than the context of {limit} tokens, to leave room for one more; got "
+                f"{length} tokens. Shorten it."
             )
         needed, usable = cdiv(request.max_tokens - 1, self.pages.page_size), self.pages.num_pages - 1
         if needed > usable:  # The last token is never stored.

@@ -1,8 +1,8 @@
 """The Llama decoder in Flax NNX, over a paged cache.
 
-Parameters and loop follow the device. On a GPU the parameters of all layers are stacked and `lax.scan` runs over them with
-the cache as a carry; unrolled, the whole step is one CUDA graph and weights are read in place. On a CPU a scan copies
-every layer's weights before it uses them, so there each layer is a call of one compiled function.
+Parameters and loop follow the device. On a GPU the parameters of all layers are stacked and `lax.scan` runs over them
+with the cache as a carry; unrolled, the whole step is one CUDA graph and weights are read in place. On a CPU a scan
+copies every layer's weights before it uses them, so there each layer is a call of one compiled function.
 """
 
 from functools import partial
@@ -71,9 +71,9 @@ class Llama(nnx.Module):
 
     Args:
         dtype: Of parameters and activations. Norms, rotations, softmax and logits are float32 inside.
-        layer_loop: `"unroll"` (one CUDA graph a step), `"scan"` (compiles fast, copies a layer's weights a turn), both over
-            stacked parameters; `"calls"`: parameters layer by layer, one compiled layer called for each. Under an outer
-            `jit`, calls are inlined, so leave the model outside of it to have them compiled once.
+        layer_loop: `"unroll"` (one CUDA graph a step), `"scan"` (compiles fast, copies a layer's weights a turn), both
+            over stacked parameters; `"calls"`: parameters layer by layer, one compiled layer called for each. Under an
+            outer `jit`, calls are inlined, so leave the model outside of it to have them compiled once.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Llama(nnx.Module):
     def __call__(self, cache: KVCache, batch: Batch) -> tuple[Float[Array, "num_seqs vocab_size"], KVCache]:
         """Logits after the last new token of each sequence, float32, and the cache with all new tokens in it."""
         x, rope = _enter(self.embed[...], batch, self.config)
-        if self.layer_loop == "calls":
+        if isinstance(self.layers, nnx.List):
             for layer, block in enumerate(self.layers):
                 x, cache = _call_block(block, x, cache, batch, layer, rope)
         else:

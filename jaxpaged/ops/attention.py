@@ -44,11 +44,10 @@ def paged_attention(
     Query j of sequence i, which has m queries and `n = seq_lens[i]` KV tokens, stands at position `p = n - m + j`. With
     query head h and its KV head `h // (num_q_heads // num_kv_heads)`, over the keys x that it sees
 
-        logit(x) = cap(sm_scale q . k(x)) + alibi_slopes[h] (x - p),  where cap(y) = logits_soft_cap tanh(y / logits_soft_cap)
-        out      = sum_x e^(logit(x) - lse) v(x),                     lse = log(sum_x e^logit(x) + e^sinks[h])
+        logit(x) = cap(sm_scale q . k(x)) + alibi_slopes[h] (x - p),   cap(y) = logits_soft_cap tanh(y / logits_soft_cap)
+        out      = sum_x e^(logit(x) - lse) v(x),                      lse    = log(sum_x e^logit(x) + e^sinks[h])
 
-    A causal query sees x <= p; a window leaves x > p - sliding_window. What an option leaves out of the formula, when it
-    is None, is not computed.
+    A causal query sees x <= p; a window leaves x > p - sliding_window. The part of an option that is None is left out.
 
     Args:
         q: Queries, sequence after sequence, in the dtype of the cache.
@@ -174,8 +173,8 @@ def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> No
         raise ValueError(f"`q` must have shape (num_tokens, num_q_heads, head_dim); got {q.shape}.")
     if k_pages.ndim != 5 or layer is None:
         raise ValueError(
-            "`k_pages` must have shape (num_layers, num_pages, num_kv_heads, page_size, head_dim) with `layer` given, or "
-            f"that without num_layers and `layer=None`; got {k_pages.shape} and layer={layer}."
+            "`k_pages` must have shape (num_layers, num_pages, num_kv_heads, page_size, head_dim) with `layer` given, "
+            f"or that without num_layers and `layer=None`; got {k_pages.shape} and layer={layer}."
         )
     if v_pages.shape != k_pages.shape:
         raise ValueError(f"`v_pages` must have the shape of `k_pages` {k_pages.shape}; got {v_pages.shape}.")
