@@ -1,7 +1,8 @@
 """Paged KV cache and paged attention for JAX and Flax. Importing this imports neither flax nor any model."""
 
 from jaxpaged.batch import Batch, check_batch_values
-from jaxpaged.config import NULL_PAGE, AttentionConfig
+from jaxpaged.config import NULL_PAGE, AttentionConfig, CacheConfig
+from jaxpaged.engine import Engine, RequestOutput, SamplingParams, SchedulerConfig
 from jaxpaged.kv_cache import KVCache, PageBlock
 from jaxpaged.ops.attention import paged_attention
 from jaxpaged.ops.merge import merge_attention
@@ -15,11 +16,16 @@ __all__ = [
     "AttentionConfig",
     "AttentionPlan",
     "Batch",
+    "CacheConfig",
+    "Engine",
     "KVCache",
     "OutOfPagesError",
     "PageAllocator",
     "PageBlock",
     "PageCopy",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
     "check_batch_values",
     "make_plan",
     "merge_attention",

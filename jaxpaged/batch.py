@@ -74,84 +74,84 @@ def check_batch_values(batch: Batch, *, num_pages: int, page_size: int, vocab_si
     token_ids, positions, slots, page_table, seq_lens = (
         np.asarray(x) for x in (batch.token_ids, batch.positions, batch.slot_mapping, batch.page_table, batch.seq_lens)
     )
-    max_pages = page_table.shape[1]
-    _check(seq_lens.min(initial=0) >= 0, "seq_lens", "not be negative", seq_lens, "0 marks a padding row.")
-    _check(
-        seq_lens.max(initial=0) <= max_pages * page_size,
+    num_tokens, max_pages = len(token_ids), page_table.shape[1]
+    room = max_pages * page_size
+    _require(
         "seq_lens",
-        f"be at most max_pages * page_size = {max_pages} * {page_size} = {max_pages * page_size}",
         seq_lens,
-        "Widen the page table.",
+        (seq_lens >= 0) & (seq_lens <= room),
+        f"be from 0 to max_pages * page_size = {max_pages} * {page_size} = {room}",
+        "0 marks a padding row; a longer sequence needs a wider page table.",
     )
     q_lens = (seq_lens > 0).astype(np.int32)
     if batch.cu_q_lens is not None:
         cu_q_lens = np.asarray(batch.cu_q_lens)
-        q_lens = np.diff(cu_q_lens)
-        _check(
-            cu_q_lens[0] == 0 and q_lens.min(initial=0) >= 0 and cu_q_lens[-1] <= len(token_ids),
+        rising = np.diff(cu_q_lens, prepend=0) >= 0
+        rising[0] = cu_q_lens[0] == 0
+        _require(
             "cu_q_lens",
-            f"start at 0, never fall, and end at num_tokens = {len(token_ids)} or before",
             cu_q_lens,
+            rising & (cu_q_lens <= num_tokens),
+            f"start at 0, never fall, and end at num_tokens = {num_tokens} or before",
             "It holds the prefix sums of the new tokens of each sequence.",
         )
-    _check(
-        bool(np.all(q_lens <= seq_lens)),
-        "seq_lens",
-        f"include this step's tokens {q_lens.tolist()}",
-        seq_lens,
-        "Count the KV tokens after the step.",
+        q_lens = np.diff(cu_q_lens)
+    _require(
+        "seq_lens", seq_lens, q_lens <= seq_lens, "include this step's tokens", "Count the KV tokens after the step."
     )
-    used = np.arange(max_pages)[None, :] < -(-seq_lens // page_size)[:, None]
-    live_ids = page_table[used]
-    _check(
-        bool(np.all((live_ids > NULL_PAGE) & (live_ids < num_pages))),
+    unused = np.arange(max_pages)[None, :] >= -(-seq_lens // page_size)[:, None]
+    _require(
         "page_table",
-        f"hold page ids from 1 to num_pages - 1 = {num_pages - 1} in the pages that a sequence uses",
-        live_ids,
+        page_table,
+        unused | ((page_table > NULL_PAGE) & (page_table < num_pages)),
+        f"hold page ids from 1 to num_pages - 1 = {num_pages - 1} where a sequence has tokens",
         f"Page {NULL_PAGE} is the null page.",
     )
-    located = locate_tokens(batch.seq_lens, batch.cu_q_lens, len(token_ids))
-    row, expected, live = (np.asarray(x) for x in located)
-    _check(
-        bool(np.all(positions[live] == expected[live])),
+    row, position, live = (np.asarray(x) for x in locate_tokens(batch.seq_lens, batch.cu_q_lens, num_tokens))
+    _require(
         "positions",
-        f"continue each sequence: {expected[live].tolist()}",
-        positions[live],
+        positions,
+        ~live | (positions == position),
+        "continue its sequence",
         "Token j of m new ones in a sequence of n stands at n - m + j.",
     )
-    home = page_table[row, expected // page_size] * page_size + expected % page_size
-    _check(
-        bool(np.all(slots[live] == home[live])),
+    home = page_table[row, position // page_size] * page_size + position % page_size
+    _require(
         "slot_mapping",
-        f"name the slots of these positions in `page_table`: {home[live].tolist()}",
-        slots[live],
-        "Slot = page_id * page_size + offset; two sequences may not write one slot.",
+        slots,
+        ~live | (slots == home),
+        "be the slot of this position in `page_table`",
+        "Slot = page_id * page_size + offset.",
     )
-    _check(
-        len(np.unique(slots[live])) == int(live.sum()),
+    first_use = np.zeros(num_tokens, bool)
+    first_use[np.unique(slots, return_index=True)[1]] = True
+    _require(
         "slot_mapping",
-        "be distinct",
-        slots[live],
-        "Two sequences write one page: copy it first (PageAllocator.append).",
+        slots,
+        first_use,
+        "be distinct from the slots before it",
+        "Where two sequences share a page, copy it first (PageAllocator.append); number padding tokens upwards.",
     )
-    padding = slots[~live]
-    _check(
-        bool(np.all(padding >= num_pages * page_size)) and len(np.unique(padding)) == len(padding),
+    _require(
         "slot_mapping",
-        f"hold distinct numbers >= num_pages * page_size = {num_pages * page_size} at padding tokens",
-        padding,
+        slots,
+        live | (slots >= num_pages * page_size),
+        f"be num_pages * page_size = {num_pages * page_size} or more at a padding token",
         "Smaller ones, negative ones too, overwrite live slots.",
     )
     if vocab_size is not None:
-        _check(
-            bool(np.all((token_ids[live] >= 0) & (token_ids[live] < vocab_size))),
+        _require(
             "token_ids",
+            token_ids,
+            ~live | ((token_ids >= 0) & (token_ids < vocab_size)),
             f"be from 0 to vocab_size - 1 = {vocab_size - 1}",
-            token_ids[live],
             "Does the tokenizer belong to this model?",
         )
 
 
-def _check(holds: bool, name: str, expected: str, got: np.ndarray, hint: str) -> None:
-    if not holds:
-        raise ValueError(f"`{name}` must {expected}; got {got.tolist()}. {hint}")
+def _require(name: str, values: np.ndarray, good: np.ndarray, expected: str, hint: str) -> None:
+    """Raises for the first value that is not good."""
+    bad = np.argwhere(~good)
+    if len(bad):
+        place = ", ".join(map(str, bad[0]))
+        raise ValueError(f"`{name}[{place}]` must {expected}; got {values[tuple(bad[0])]}. {hint}")

@@ -44,8 +44,8 @@ def paged_attention(
     Query j of sequence i, which has m queries and `n = seq_lens[i]` KV tokens, stands at position `p = n - m + j`. With
     query head h and its KV head `h // (num_q_heads // num_kv_heads)`, over the keys x that it sees
 
-        logit(x) = cap(sm_scale q . k(x)) + alibi_slopes[h] (x - p),   cap(y) = logits_soft_cap tanh(y / logits_soft_cap)
-        out      = sum_x e^(logit(x) - lse) v(x),                      lse    = log(sum_x e^logit(x) + e^sinks[h])
+        logit(x) = cap(sm_scale q . k(x)) + alibi_slopes[h] (x - p),  cap(y) = logits_soft_cap tanh(y / logits_soft_cap)
+        out      = sum_x e^(logit(x) - lse) v(x),                     lse    = log(sum_x e^logit(x) + e^sinks[h])
 
     A causal query sees x <= p; a window leaves x > p - sliding_window. The part of an option that is None is left out.
 
