@@ -17,22 +17,42 @@ class AttentionConfig:
     """How the Triton kernel cuts its work. Results differ by rounding only.
 
     Attributes:
-        num_programs: Programs a KV head that share the stream of KV tokens (about 528 / KV heads fill an H200).
-            Static: it is never asked of a device, so that a step compiled elsewhere is the same step.
+        num_programs: Programs a KV head that share the stream of KV tokens. 396 / KV heads fill an H200 once (132 SMs,
+            three programs each at head_dim 128); more would run in two waves. Static: it is never asked of a device, so
+            that a step compiled elsewhere is the same step.
         max_splits: None cuts a sequence wherever a share ends. 1 never cuts: one program a tile, and a call is one
             launch instead of two, which suits many sequences of like length.
         block_q: Query tokens a tile where sequences have several; a decode step has one.
         block_k: KV tokens a tile, a power of two >= 16; None chooses by head_dim, dtype and rows, as the next two.
         num_warps: Warps a program.
         num_stages: Software pipeline depth, the page-id level included: 3 keeps one K/V tile in flight, 5 two.
+
+    Raises:
+        ValueError: A size below its minimum, `block_k` no power of two, or `max_splits` neither None nor 1.
     """
 
-    num_programs: int = 64
+    num_programs: int = 48
     max_splits: Literal[1] | None = None
     block_q: int = 16
     block_k: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, minimum in (
+            ("num_programs", 1),
+            ("block_q", 1),
+            ("block_k", 16),
+            ("num_warps", 1),
+            ("num_stages", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ValueError(f"`{name}` must be at least {minimum}; got {value}.")
+        if self.block_k is not None and self.block_k & (self.block_k - 1):
+            raise ValueError(f"`block_k` must be a power of two; got {self.block_k}.")
+        if self.max_splits not in (None, 1):
+            raise ValueError(f"`max_splits` must be None (cut anywhere) or 1 (never); got {self.max_splits}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ def paged_attention(
         sinks: A logit a head that takes part in the denominator only. `lse` includes it.
         alibi_slopes: A slope a head.
         plan: The cut of this step's work, from `make_plan`; None computes it. Only the Triton kernel has a use for it.
-        config: Tile and partition of the Triton kernel; None takes the defaults.
+        config: Tile and partition of the Triton kernel; None takes those of the plan, or the defaults.
         return_lse: Return the log-sum-exp too.
         backend: `"reference"`, `"xla"`, `"triton"`, `"interpret"` (the Triton kernel under Pallas's interpreter), or
             `"auto"`: for the platform that the computation is lowered for, Triton on CUDA where the kernel covers the
@@ -97,9 +97,7 @@ def paged_attention(
         "causal": causal,
     }
     by_xla = functools.partial(paged_attention_xla, **options)
-    by_triton = functools.partial(
-        triton.paged_attention_triton, **options, plan=plan, config=config or AttentionConfig(), interpret=False
-    )
+    by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
     arrays = (q, k_pages, v_pages, jnp.asarray(page_table), jnp.asarray(seq_lens))
     unsupported = None
     if backend in ("auto", "triton", "interpret"):

@@ -1,0 +1,182 @@
+"""The work partition of the Triton kernel, computed on the device with static sizes.
+
+Lay the KV ranges of all query tiles end to end: one stream of KV tokens. Every program takes an equal share of that
+stream, across sequence boundaries, so that the longest sequence delays nobody: a program's load exceeds the mean by the
+rounding of one division only. A share may begin and end inside a tile, hence at most its first and its last piece are
+partial, and two slots a program hold all partial results. Only `max_splits=1` gives whole tiles to programs.
+
+The plan follows from lengths alone: make it once a step and use it in every layer. This module knows nothing of heads,
+pages or memory.
+
+Source: Stream-K (arXiv 2301.03598), applied to the KV dimension as in Flash-Decoding.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from jaxpaged.config import AttentionConfig
+
+MIN_SHARE = 16
+"""KV tokens. A smaller share costs more to merge than it saves to read."""
+
+
+class Tile(NamedTuple):
+    """Neighbouring queries of one sequence. Arrays `[num_tiles]` in the making, scalars in a kernel."""
+
+    seq: Array
+    """Row of the page table."""
+    token: Array
+    """Packed row of its first query."""
+    num_q: Array
+    """Queries in it; 0 in the tiles that a ragged batch leaves over."""
+    position: Array
+    """Position of its first query in the sequence."""
+    kv_begin: Array
+    """First KV token that any of its queries sees."""
+    kv_end: Array
+    """One past the last; equal to `kv_begin` for padding."""
+    stream_begin: Array
+    """Where its KV range begins in the stream."""
+
+    @property
+    def stream_end(self) -> Array:
+        """A range without keys has the length 1: one program owns it, and writes its zeros."""
+        return self.stream_begin + jnp.maximum(1, self.kv_end - self.kv_begin)
+
+
+class Share(NamedTuple):
+    """What one program does. Arrays `[num_programs]` in the making, scalars in a kernel."""
+
+    stream_begin: Array
+    stream_end: Array
+    tile_begin: Array
+    tile_end: Array
+
+
+class PlanKey(NamedTuple):
+    """What must be the same in a plan and in the calls that use it, the lengths' values apart."""
+
+    num_seqs: int
+    num_tokens: int
+    ragged: bool
+    sliding_window: int | None
+    causal: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Who attends to what, for one step and one sliding window.
+
+    Attributes:
+        tiles: One `Tile` a row.
+        shares: One `Share` a row.
+        block_q: Queries a tile, at most; 1 in a decode step.
+        made_for: Which calls it fits.
+        config: The configuration that it was made with.
+    """
+
+    tiles: Int32[Array, "num_tiles 7"]
+    shares: Int32[Array, "num_programs 4"]
+    block_q: int = dataclasses.field(metadata={"static": True})
+    made_for: PlanKey = dataclasses.field(metadata={"static": True})
+    config: AttentionConfig = dataclasses.field(metadata={"static": True})
+
+
+def make_plan(
+    seq_lens: Int32[Array, " num_seqs"],
+    cu_q_lens: Int32[Array, " num_seqs_plus_one"] | None = None,
+    *,
+    num_tokens: int,
+    sliding_window: int | None = None,
+    causal: bool = True,
+    config: AttentionConfig | None = None,
+) -> AttentionPlan:
+    """Cuts a step's attention into equal shares.
+
+    Query j of a sequence with m queries and n KV tokens stands at position p = n - m + j and sees keys
+    `max(0, p - sliding_window + 1) .. p`, or all n when not causal.
+
+    Args:
+        seq_lens: KV tokens of each sequence, this step's included; 0 for a padding row.
+        cu_q_lens: Prefix sums of the sequences' query counts; None in a decode step, one query a sequence.
+        num_tokens: Packed query rows, padding included.
+        sliding_window: Tokens a query sees, itself included; None for all.
+        causal: Whether a query sees only keys up to its own position.
+        config: Number of programs and tile sizes; None for the defaults.
+
+    Returns:
+        An `AttentionPlan` whose array sizes depend on static arguments only, so that it can be made inside `jax.jit`.
+
+    Raises:
+        ValueError: A decode step whose `num_tokens` is not its number of sequences.
+    """
+    config = config or AttentionConfig()
+    num_seqs = seq_lens.shape[0]
+    if cu_q_lens is None and num_tokens != num_seqs:
+        raise ValueError(
+            f"`num_tokens` must be num_seqs = {num_seqs} in a decode step; got {num_tokens}. "
+            "Pass cu_q_lens if sequences have several query tokens."
+        )
+    block_q = 1 if cu_q_lens is None else config.block_q
+    if cu_q_lens is None:
+        seq = token = jnp.arange(num_seqs, dtype=jnp.int32)
+        num_q = jnp.ones_like(seq)
+        position = seq_lens - 1
+        kv_len = seq_lens
+    else:
+        seq, token, num_q, position, kv_len = _ragged_tiles(seq_lens, cu_q_lens, num_tokens, block_q)
+
+    kv_end = jnp.minimum(kv_len, position + num_q) if causal else kv_len
+    kv_end = jnp.where(num_q > 0, jnp.maximum(kv_end, 0), 0)
+    window = kv_len if sliding_window is None else sliding_window
+    kv_begin = jnp.clip(position - window + 1, 0, kv_end)
+    weight = jnp.where(num_q > 0, jnp.maximum(1, kv_end - kv_begin), 0)
+    stream_end = jnp.cumsum(weight, dtype=jnp.int32)
+    stream_begin = stream_end - weight
+    tiles = Tile(seq, token, num_q, position, kv_begin, kv_end, stream_begin)
+
+    if config.max_splits == 1:
+        tile = jnp.arange(seq.shape[0], dtype=jnp.int32)
+        shares = Share(stream_begin, stream_end, tile, tile + 1)
+    else:
+        total = stream_end[-1]
+        size = jnp.maximum(MIN_SHARE, (total + config.num_programs - 1) // config.num_programs)
+        begin = jnp.minimum(jnp.arange(config.num_programs, dtype=jnp.int32) * size, total)
+        end = jnp.minimum(begin + size, total)
+        shares = Share(
+            begin,
+            end,
+            jnp.sum(stream_end[None, :] <= begin[:, None], axis=1, dtype=jnp.int32),
+            jnp.sum(stream_begin[None, :] < end[:, None], axis=1, dtype=jnp.int32),
+        )
+    return AttentionPlan(
+        tiles=jnp.stack(tiles, axis=1),
+        shares=jnp.stack(shares, axis=1),
+        block_q=block_q,
+        made_for=PlanKey(num_seqs, num_tokens, cu_q_lens is not None, sliding_window, causal),
+        config=config,
+    )
+
+
+def _ragged_tiles(seq_lens: Array, cu_q_lens: Array, num_tokens: int, block_q: int) -> tuple[Array, ...]:
+    """Cuts every sequence's queries into tiles; a last sequence without keys owns the padding tokens.
+
+    Returns `seq`, `token`, `num_q`, `position` and the sequence's KV length, `[num_tiles]` each.
+    """
+    num_seqs = seq_lens.shape[0]
+    q_lens = jnp.append(cu_q_lens[1:], num_tokens) - cu_q_lens
+    kv_lens = jnp.append(seq_lens, 0)
+    tiles = (q_lens + block_q - 1) // block_q
+    tile_end = jnp.cumsum(tiles, dtype=jnp.int32)
+
+    tile = jnp.arange(num_tokens // block_q + num_seqs + 1, dtype=jnp.int32)
+    seq = jnp.sum(tile_end[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    seq = jnp.minimum(seq, num_seqs)
+    begin = (tile - (tile_end - tiles)[seq]) * block_q
+    num_q = jnp.clip(q_lens[seq] - begin, 0, block_q)
+    return seq, cu_q_lens[seq] + begin, num_q, kv_lens[seq] - q_lens[seq] + begin, kv_lens[seq]

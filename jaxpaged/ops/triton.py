@@ -1,0 +1,358 @@
+"""Paged attention on NVIDIA GPUs: two Pallas kernels, lowered through Triton.
+
+Source: FlashAttention-2 (arXiv 2307.08691) for the running softmax; Stream-K (arXiv 2301.03598) for the partition that
+`ops/plan.py` makes.
+
+A program takes its share of the plan's stream of KV tokens for one KV head. All query heads of the group, times the
+tile's query tokens, are the rows of one matrix tile, so each K and V byte is read once a call. A tile that the share
+holds whole is finished at once; a piece of one leaves a float32 partial result, which the second kernel merges.
+Both address q, pages and outputs where they lie: XLA has nothing to pad, cast, slice or transpose around them.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int32
+
+from jaxpaged.config import AttentionConfig, cdiv
+from jaxpaged.ops.plan import AttentionPlan, PlanKey, Share, Tile, make_plan
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # deprecated upstream since JAX 0.11: a later JAX may lack it
+    triton = None
+plgpu: Any = triton
+
+LOG2E = math.log2(math.e)
+# The running maximum starts finite: from -inf, a block whose keys are all masked would compute -inf - -inf = NaN. And
+# below every logit: from 0, logits of -200 would all underflow.
+LOWEST = -1e38
+
+
+def _attention_kernel(
+    layer_ref,  # [1]
+    tiles_ref,  # [num_tiles, 7]
+    shares_ref,  # [num_programs, 4]
+    page_table_ref,  # [num_seqs, max_pages]
+    q_ref,  # [num_tokens, num_q_heads, head_dim]
+    k_ref,  # [num_layers, num_pages, num_kv_heads, page_size, head_dim]
+    v_ref,
+    sinks_ref,  # [num_q_heads] or None, as the next
+    slopes_ref,
+    out_ref,  # [num_tokens, num_q_heads, head_dim]
+    lse_ref,  # [num_tokens, num_q_heads]
+    part_ref,  # [2 * num_programs * block_q, num_q_heads, head_dim] float32, or None if no tile is split, as the next
+    part_lse_ref,  # [2 * num_programs * block_q, num_q_heads], base 2
+    *,
+    sm_scale: float,
+    logits_soft_cap: float | None,
+    sliding_window: int | None,
+    causal: bool,
+    block_q: int,
+    block_m: int,
+    block_k: int,
+):
+    num_kv_heads, page_size, head_dim = k_ref.shape[2:]
+    q_per_kv = q_ref.shape[1] // num_kv_heads
+    dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
+    row_blocks = cdiv(block_q * q_per_kv, block_m)
+    kv_head, program = pl.program_id(0) // row_blocks, pl.program_id(1)
+    layer = layer_ref[0]
+    share = _read(Share, shares_ref, program)
+
+    row = pl.program_id(0) % row_blocks * block_m + jnp.arange(block_m)
+    q_index, head = row // q_per_kv, kv_head * q_per_kv + row % q_per_kv
+    dim = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
+    in_dim = dim < head_dim
+    # Logits are in base 2 throughout: exp2 is one instruction, and log2(e) joins a factor that is there anyway.
+    sink, slope = (
+        None if ref is None else _load(ref.at[head], q_index < block_q).astype(jnp.float32) * LOG2E
+        for ref in (sinks_ref, slopes_ref)
+    )
+
+    def attend(t, _):
+        tile = _read(Tile, tiles_ref, t)
+        begin = tile.kv_begin + jnp.maximum(share.stream_begin - tile.stream_begin, 0)
+        end = jnp.minimum(tile.kv_end, tile.kv_begin + share.stream_end - tile.stream_begin)
+        end = jnp.minimum(end, page_table_ref.shape[1] * page_size)  # whatever seq_lens claims
+
+        token, position = tile.token + q_index, tile.position + q_index
+        in_tile = q_index < tile.num_q
+        q_mask = in_tile[:, None] & in_dim
+        q = _load(q_ref.at[token[:, None], head[:, None], dim], q_mask).astype(dtype)
+
+        def attend_block(i, state):
+            acc, peak, total = state  # [block_m, head_dim], [block_m], [block_m]
+            key = begin + i * block_k + jnp.arange(block_k)
+            live = key < end
+            page = _load(page_table_ref.at[tile.seq, key // page_size], live)
+            index = layer, page[:, None], kv_head, (key % page_size)[:, None], dim
+            kv_mask = live[:, None] & in_dim
+            k = _load(k_ref.at[index], kv_mask).astype(dtype)
+
+            logits = _dot(q, k.T) * (sm_scale * LOG2E)
+            if logits_soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + e^2x)
+                logits = logits_soft_cap * LOG2E * (1 - 2 / (1 + jnp.exp2(logits * (2 / logits_soft_cap))))
+            if slope is not None:
+                logits += slope[:, None] * (key[None, :] - position[:, None]).astype(jnp.float32)
+            seen = live[None, :]
+            if block_q > 1:  # the keys of a tile of one query are those that it sees
+                if causal:
+                    seen &= key[None, :] <= position[:, None]
+                if sliding_window is not None:
+                    seen &= key[None, :] > position[:, None] - sliding_window
+            logits = jnp.where(seen, logits, -jnp.inf)
+
+            next_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
+            p = jnp.exp2(logits - next_peak[:, None])
+            alpha = jnp.exp2(peak - next_peak)
+            # Masked V must be loaded as zero, not only weighed by zero: 0 * NaN from a stale slot is NaN.
+            v = _load(v_ref.at[index], kv_mask).astype(dtype)
+            acc = acc * alpha[:, None] + _dot(p.astype(dtype), v)
+            return acc, next_peak, total * alpha + jnp.sum(p, axis=1)
+
+        state = (
+            jnp.zeros((block_m, dim.shape[1]), jnp.float32),
+            jnp.full((block_m,), LOWEST, jnp.float32),
+            jnp.zeros((block_m,), jnp.float32),
+        )
+        num_blocks = pl.cdiv(jnp.maximum(end - begin, 0), block_k)
+        acc, peak, total = lax.fori_loop(0, num_blocks, attend_block, state)
+
+        def store(out, lse, row, sink, log_base):
+            scale, value = _normalise(peak, total, sink)
+            _store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
+            _store(lse.at[row, head], value * log_base, in_tile)
+
+        if part_ref is None:
+            store(out_ref, lse_ref, token, sink, 1 / LOG2E)
+            return
+        starts_here = share.stream_begin <= tile.stream_begin
+        whole = starts_here & (tile.stream_end <= share.stream_end)
+        # A share's first piece may lack its beginning, and only its last piece its end: two slots are enough.
+        slot = 2 * program + starts_here.astype(jnp.int32)
+        pl.when(whole)(lambda: store(out_ref, lse_ref, token, sink, 1 / LOG2E))
+        pl.when(~whole)(lambda: store(part_ref, part_lse_ref, slot * block_q + q_index, None, 1.0))
+
+    if part_ref is None:
+        attend(program, None)
+    else:
+        lax.fori_loop(share.tile_begin, share.tile_end, attend, None)
+
+
+def _combine_kernel(
+    tiles_ref,  # [num_tiles, 7]
+    shares_ref,  # [num_programs, 4]
+    part_ref,  # [2 * num_programs * block_q, num_q_heads, head_dim]
+    part_lse_ref,  # [2 * num_programs * block_q, num_q_heads], base 2
+    sinks_ref,  # [num_q_heads] or None
+    _out_ref,
+    _lse_ref,
+    out_ref,  # [num_tokens, num_q_heads, head_dim], whole tiles written by the first kernel, as the next
+    lse_ref,  # [num_tokens, num_q_heads]
+    *,
+    block_q: int,
+    block_p: int,
+):
+    # A tile that was cut is the last piece of the share in which it begins: one program for each share finds them all.
+    head_dim = out_ref.shape[2]
+    head, first, q_index = pl.program_id(0), pl.program_id(1) // block_q, pl.program_id(1) % block_q
+    share = _read(Share, shares_ref, first)
+    tile = _read(Tile, tiles_ref, jnp.maximum(share.tile_end - 1, 0))
+    was_cut = (share.stream_begin <= tile.stream_begin) & (tile.stream_end > share.stream_end)
+    last = (tile.stream_end - 1) // shares_ref[0, 1]  # the first share begins at 0, and only the last may be shorter
+    dim = jnp.arange(pl.next_power_of_2(head_dim))
+
+    def merge_block(i, state):
+        acc, peak, total = state  # [head_dim], scalar, scalar
+        program = first + i * block_p + jnp.arange(block_p)
+        live = program <= last
+        row = (2 * program + (program == first)) * block_q + q_index
+        lse = plgpu.load(part_lse_ref.at[row, head], mask=live, other=-jnp.inf)
+        part = _load(part_ref.at[row[:, None], head, dim[None, :]], live[:, None] & (dim < head_dim)[None, :])
+        next_peak = jnp.maximum(peak, jnp.max(lse))
+        p = jnp.exp2(lse - next_peak)
+        alpha = jnp.exp2(peak - next_peak)
+        return acc * alpha + jnp.sum(p[:, None] * part, axis=0), next_peak, total * alpha + jnp.sum(p)
+
+    @pl.when(was_cut & (share.tile_begin < share.tile_end) & (q_index < tile.num_q))
+    def _():
+        state = jnp.zeros((dim.shape[0],), jnp.float32), jnp.float32(LOWEST), jnp.float32(0)
+        acc, peak, total = lax.fori_loop(0, pl.cdiv(last - first + 1, block_p), merge_block, state)
+        sink = None if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2E
+        scale, lse = _normalise(peak, total, sink)
+        _store(out_ref.at[tile.token + q_index, head, dim], acc * scale, dim < head_dim)
+        lse_ref[tile.token + q_index, head] = lse / LOG2E
+
+
+def _normalise(peak, total, sink):
+    """From a running maximum and sum, the factor that finishes the output, and the log-sum-exp in base 2.
+
+    A sink is one more logit without a value: it joins once, when a softmax is complete. Without keys: 0 and -inf.
+    """
+    empty = total == 0
+    scale = 1.0
+    if sink is not None:
+        next_peak = jnp.maximum(peak, sink)
+        scale = jnp.exp2(peak - next_peak)
+        peak, total = next_peak, total * scale + jnp.exp2(sink - next_peak)
+    total = jnp.where(empty, 1.0, total)
+    return jnp.where(empty, 0.0, scale / total), jnp.where(empty, -jnp.inf, peak + jnp.log(total) * LOG2E)
+
+
+def _read(record, ref, row):
+    """One row of the plan as the named tuple that it was stacked from."""
+    return record(*(ref[row, i] for i in range(len(record._fields))))
+
+
+def _load(ref, mask):
+    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _store(ref, value, mask):
+    plgpu.store(ref, value.astype(ref.dtype), mask=mask)
+
+
+def _dot(a, b):
+    """float32 stays IEEE float32 (the default is TF32, ten bits of mantissa); 16-bit types multiply exactly anyway."""
+    return plgpu.dot(a, b, precision=lax.Precision.HIGHEST)
+
+
+def paged_attention_triton(
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    k_pages: Float[Array, "num_layers num_pages num_kv_heads page_size head_dim"],
+    v_pages: Float[Array, "num_layers num_pages num_kv_heads page_size head_dim"],
+    page_table: Int32[Array, "num_seqs max_pages"],
+    seq_lens: Int32[Array, " num_seqs"],
+    cu_q_lens: Int32[Array, " num_seqs_plus_one"] | None = None,
+    *,
+    layer: int | Int32[Array, ""],
+    sm_scale: float,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: Float[Array, " num_q_heads"] | None = None,
+    alibi_slopes: Float[Array, " num_q_heads"] | None = None,
+    causal: bool = True,
+    plan: AttentionPlan | None = None,
+    config: AttentionConfig | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], Float[Array, "num_tokens num_q_heads"]]:
+    """Attends from packed queries to paged keys and values, in one launch or two.
+
+    The arguments are those of `jaxpaged.paged_attention`, which validates them; here pages are always stacked by layer.
+
+    Args:
+        plan: What `make_plan` returned for the same lengths and options; None makes one here.
+        config: Tile sizes, and the partition if `plan` is None; None takes the plan's, else the defaults.
+        interpret: Runs under Pallas's interpreter, on any device.
+
+    Returns:
+        Output in `q.dtype`, and natural log-sum-exp in float32; 0 and -inf for queries that see no key.
+
+    Raises:
+        ValueError: A plan that was made for other queries or options.
+        NotImplementedError: What `why_unsupported` says.
+    """
+    if reason := why_unsupported(q, k_pages, v_pages):
+        raise NotImplementedError(f"backend 'triton': {reason}")
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_pages.shape[2]
+    if plan is None:
+        plan = make_plan(
+            seq_lens, cu_q_lens, num_tokens=num_tokens, sliding_window=sliding_window, causal=causal, config=config
+        )
+    key = PlanKey(seq_lens.shape[0], num_tokens, cu_q_lens is not None, sliding_window, causal)
+    if plan.made_for != key:
+        raise ValueError(
+            f"`plan` must be made for {key}; got one for {plan.made_for}. Make one a step for each window."
+        )
+    config = config or plan.config
+    num_programs = plan.shares.shape[0]
+    rows = plan.block_q * num_q_heads // num_kv_heads
+    block_m, block_k, num_warps, num_stages = _tile_sizes(
+        config, rows, head_dim, jnp.promote_types(q.dtype, k_pages.dtype)
+    )
+
+    out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
+    split = plan.config.max_splits != 1
+    part_shape = 2 * num_programs * plan.block_q, num_q_heads, head_dim
+    part = jax.ShapeDtypeStruct(part_shape, jnp.float32) if split else None
+    part_lse = jax.ShapeDtypeStruct(part_shape[:2], jnp.float32) if split else None
+    out, lse, part, part_lse = pl.pallas_call(
+        functools.partial(
+            _attention_kernel,
+            sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            sliding_window=sliding_window,
+            causal=causal,
+            block_q=plan.block_q,
+            block_m=block_m,
+            block_k=block_k,
+        ),
+        # KV heads vary fastest: programs that run together then read one page, whose heads lie side by side.
+        grid=(num_kv_heads * cdiv(rows, block_m), num_programs),
+        out_shape=(out, lse, part, part_lse),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name="paged_attention",
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        plan.tiles,
+        plan.shares,
+        page_table,
+        q,
+        k_pages,
+        v_pages,
+        sinks,
+        alibi_slopes,
+    )
+    if not split:
+        return out, lse
+    return pl.pallas_call(
+        functools.partial(_combine_kernel, block_q=plan.block_q, block_p=2**11 // pl.next_power_of_2(head_dim)),
+        grid=(num_q_heads, num_programs * plan.block_q),
+        out_shape=(out, lse),
+        input_output_aliases={4 + (sinks is not None): 0, 5 + (sinks is not None): 1},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="paged_attention_combine",
+    )(plan.tiles, plan.shares, part, part_lse, sinks, out, lse)
+
+
+def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype) -> tuple[int, int, int, int]:
+    """(block_m, block_k, num_warps, num_stages) for `rows` query rows a KV head, where `config` leaves them open.
+
+    Compiled for an A100, L4, H200 and B200: none asks for more shared memory than an L4 has, and none spills, except on
+    an L4 up to 56 bytes in some variants with 64 rows of head_dim 128. `block_k=32` avoids that.
+    """
+    width, is_float32 = pl.next_power_of_2(head_dim), dtype == jnp.float32
+    # More rows than this (a group of 71, a prefill tile) read K and V once each block_m rows, from the L2 cache.
+    block_m = min(max(16, pl.next_power_of_2(rows)), 32 if is_float32 else 64)
+    # K and V tiles of at most 16 KiB: 3 programs fit an SM of an H200 (D 128, bfloat16: 96 registers, 72 KiB).
+    block_k = min(64, max(16, 2**14 // (width * dtype.itemsize)))
+    # The accumulator sets the warps: it spills beyond 64 registers a thread. float32 products use no matrix unit, and
+    # keep their operands in registers too.
+    num_warps = 8 if block_m * width > 8192 or (is_float32 and block_m == 32) else 4
+    # Loading page ids is a pipeline level: 5 stages keep two K/V tiles in flight, which decoding needs and prefill,
+    # bound by arithmetic, does not.
+    num_stages = 5 if block_m == 16 else 3
+    return block_m, config.block_k or block_k, config.num_warps or num_warps, config.num_stages or num_stages
+
+
+def why_unsupported(q: Array, k_pages: Array, v_pages: Array) -> str | None:
+    """The reason why these kernels cannot take such arrays, or None. Looks at shapes and dtypes, never at a device."""
+    if plgpu is None:
+        return f"JAX {jax.__version__} has no Pallas Triton backend"
+    if q.shape[-1] > 256:
+        return f"head_dim is at most 256; got {q.shape[-1]}"
+    if v_pages.shape[-1] != q.shape[-1]:
+        return f"V must have K's head_dim {q.shape[-1]}; got {v_pages.shape[-1]}"
+    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"{name} must be float32, bfloat16 or float16; got {x.dtype}"
+    return None

@@ -1,0 +1,179 @@
+"""The plan, read back: every query's keys are attended to once, by shares of equal size."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.config import AttentionConfig, cdiv
+from jaxpaged.ops.plan import MIN_SHARE, Share, Tile, make_plan
+
+jitted = jax.jit(make_plan, static_argnames=("num_tokens", "sliding_window", "causal", "config"))
+
+
+def rows(cls, array):
+    return [cls(*map(int, row)) for row in np.asarray(array)]
+
+
+def pieces(plan):
+    """(program, tile, first key, one past the last, has the tile's beginning, its end), as the kernel reads it."""
+    tiles = rows(Tile, plan.tiles)
+    for program, share in enumerate(rows(Share, plan.shares)):
+        for t in range(share.tile_begin, share.tile_end):
+            tile = tiles[t]
+            offset = max(share.stream_begin - tile.stream_begin, 0)
+            end = min(tile.kv_end, tile.kv_begin + share.stream_end - tile.stream_begin)
+            yield program, t, tile.kv_begin + offset, end, offset == 0, bool(tile.stream_end <= share.stream_end)
+
+
+def loads(plan):
+    load = np.zeros(len(plan.shares), int)
+    for program, _, begin, end, _, _ in pieces(plan):
+        load[program] += max(0, end - begin)
+    return load
+
+
+def check_cover(plan):
+    """Each tile's keys fall to pieces end to end, and two partial slots a program are enough."""
+    tiles = rows(Tile, plan.tiles)
+    by_tile = {t: [] for t in range(len(tiles))}
+    partial = []
+    for program, t, begin, end, starts, ends in pieces(plan):
+        by_tile[t].append((begin, end, starts, ends))
+        if not (starts and ends):
+            partial.append((program, starts))
+    assert len(set(partial)) == len(partial)
+    for t, found in by_tile.items():
+        if tiles[t].num_q == 0:
+            continue
+        assert [p[2] for p in found] == [True] + [False] * (len(found) - 1)
+        assert [p[3] for p in found] == [False] * (len(found) - 1) + [True]
+        assert found[0][0] == tiles[t].kv_begin
+        assert found[-1][1] == tiles[t].kv_end
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
+        assert all(begin < end for begin, end, *_ in found) or tiles[t].kv_begin == tiles[t].kv_end
+
+
+def patterns(batch, length):
+    rng = np.random.default_rng(0)
+    few = batch // 8
+    return {
+        "constant": np.full(batch, length),
+        "uniform": rng.integers(length // 2, length + 1, batch),
+        "zipf": np.maximum(1, length // np.arange(1, batch + 1)),
+        "few_long": np.r_[np.full(few, 8192), rng.integers(length // 16, length // 8 + 1, batch - few)],
+        "bimodal": np.where(np.arange(batch) % 2, length, length // 8),
+        "one_long": np.r_[32768, np.full(batch - 1, 16)],
+        "with_padding": np.r_[np.zeros(batch // 2, int), np.full(batch - batch // 2, length)],
+    }
+
+
+@pytest.mark.parametrize("num_programs", [16, 48, 66])
+@pytest.mark.parametrize("pattern", patterns(16, 1024))
+def test_make_plan_skewed_lengths_loads_within_ten_percent_of_mean(pattern, num_programs):
+    lens = patterns(16, 1024)[pattern]
+    plan = jitted(jnp.asarray(lens, jnp.int32), num_tokens=16, config=AttentionConfig(num_programs=num_programs))
+    load = loads(plan)
+    assert load.sum() == lens.sum()
+    assert load.max() <= 1.10 * load.mean()
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("config", [AttentionConfig(num_programs=7), AttentionConfig(max_splits=1)])
+def test_make_plan_decode_covers_each_key_once(config, window):
+    rng = np.random.default_rng(1)
+    for lens in ([], [1], [1000], [0, 5, 0, 300, 17, 1], rng.integers(0, 200, 40)):
+        lens = np.pad(np.asarray(lens, np.int32), (0, 40 - len(lens)))
+        plan = jitted(lens, num_tokens=40, sliding_window=window, config=config)
+        check_cover(plan)
+        for n, tile in zip(lens.tolist(), rows(Tile, plan.tiles), strict=True):
+            assert (tile.kv_begin, tile.kv_end) == (max(0, n - (window or n)), n)
+            assert tile.position == n - 1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 30])
+def test_make_plan_ragged_gives_each_query_to_one_tile(window, causal):
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        q_lens = rng.integers(0, 40, 6) * rng.integers(0, 2, 6)
+        lens = q_lens + rng.integers(0, 300, 6)
+        cu_q_lens = np.cumsum([0, *q_lens])
+        plan = jitted(
+            jnp.asarray(lens, jnp.int32),
+            jnp.asarray(cu_q_lens, jnp.int32),
+            num_tokens=240,
+            sliding_window=window,
+            causal=causal,
+            config=AttentionConfig(num_programs=9, block_q=16),
+        )
+        check_cover(plan)
+        seen = np.zeros(240, int)
+        for tile in rows(Tile, plan.tiles):
+            for j in range(tile.num_q):
+                token = tile.token + j
+                seen[token] += 1
+                assert cu_q_lens[tile.seq] <= token < np.append(cu_q_lens, 240)[tile.seq + 1]
+                if tile.seq == 6:
+                    assert tile.kv_begin == tile.kv_end
+                    continue
+                n = lens[tile.seq]
+                position = n - q_lens[tile.seq] + token - cu_q_lens[tile.seq]
+                assert tile.position + j == position
+                assert tile.kv_begin <= max(0, position - (window or n) + 1)
+                assert tile.kv_end >= (position + 1 if causal else n)
+            if window is not None and tile.num_q and tile.seq < 6:  # and no key that none of its queries sees
+                assert tile.kv_begin == max(0, tile.position - window + 1)
+        np.testing.assert_array_equal(seen, 1)
+
+
+def test_make_plan_window_reads_no_more_in_a_longer_context():
+    work = [
+        loads(jitted(jnp.full(8, n, jnp.int32), num_tokens=8, sliding_window=128)).sum() for n in (128, 1024, 16384)
+    ]
+    assert work == [8 * 128] * 3
+
+
+def test_make_plan_short_batch_makes_no_share_below_the_minimum():
+    plan = jitted(jnp.full(4, 20, jnp.int32), num_tokens=4, config=AttentionConfig(num_programs=64))
+    assert np.count_nonzero(loads(plan)) == cdiv(80, MIN_SHARE)
+
+
+def test_make_plan_max_splits_one_gives_each_tile_to_one_program():
+    plan = jitted(jnp.array([3, 0, 5000], jnp.int32), num_tokens=3, config=AttentionConfig(max_splits=1))
+    assert loads(plan).tolist() == [3, 0, 5000]
+
+
+def test_make_plan_new_lengths_reuse_the_trace():
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def plan(lens):
+        return make_plan(lens, num_tokens=4)
+
+    for lens in ([1, 2, 3, 4], [0, 0, 0, 0], [4000, 1, 0, 7]):
+        made = plan(jnp.array(lens, jnp.int32))
+        chex.assert_shape([made.tiles, made.shares], [(4, 7), (AttentionConfig().num_programs, 4)])
+        chex.assert_type([made.tiles, made.shares], jnp.int32)
+    assert jax.tree.structure(made) == jax.tree.structure(plan(jnp.zeros(4, jnp.int32)))
+
+
+def test_make_plan_decode_with_more_tokens_than_sequences_raises():
+    with pytest.raises(ValueError, match=r"`num_tokens` must be num_seqs = 2 in a decode step; got 3\. Pass cu_q_lens"):
+        make_plan(jnp.zeros(2, jnp.int32), num_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_programs": 0}, r"`num_programs` must be at least 1; got 0\."),
+        ({"block_k": 8}, r"`block_k` must be at least 16; got 8\."),
+        ({"block_k": 48}, r"`block_k` must be a power of two; got 48\."),
+        ({"max_splits": 2}, r"`max_splits` must be None \(cut anywhere\) or 1 \(never\); got 2\."),
+    ],
+)
+def test_attention_config_impossible_size_raises(options, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig(**options)
