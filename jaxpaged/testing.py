@@ -163,8 +163,9 @@ def assert_attention_close(actual, expected: np.ndarray, *, tolerance: float | N
     if tolerance is None:
         tolerance = TOLERANCE[jnp.dtype(actual.dtype).name]
     error = np.abs(np.asarray(actual, np.float64) - expected).max(-1)
+    error = np.where(np.isnan(error), np.inf, error)  # NaN is the worst answer of all
     allowed = tolerance * np.abs(expected).max(-1)
-    worst = np.unravel_index(np.nanargmax(error - allowed), error.shape) if error.size else ()
+    worst = np.unravel_index(np.argmax(error - allowed), error.shape) if error.size else ()
     np.testing.assert_array_less(
         error, allowed + 1e-30, err_msg=f"row {worst}: {actual[worst]} against {expected[worst]}", verbose=False
     )

@@ -13,6 +13,7 @@ import jaxpaged as jp
 from jaxpaged.aot import hlo_copies
 from jaxpaged.config import LlamaConfig
 from jaxpaged.engine import Engine, SamplingParams, SchedulerConfig
+from jaxpaged.models import llama
 from jaxpaged.models.llama import Llama
 
 GREEDY = json.loads((Path(__file__).parent.parent / "data/greedy_smollm2.json").read_text("utf-8"))
@@ -109,33 +110,29 @@ def test_llama_prompt_then_decode_equals_dense_float64(layer_loop, tied):
         np.testing.assert_allclose(row, rows[-1], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("new", [[1, 1, 1], [9, 1, 5]], ids=["decode", "prompt"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_llama_decode_step_on_the_cpu_copies_no_cache_and_at_most_one_layer(dtype):
+def test_llama_step_on_the_cpu_copies_no_cache_and_at_most_one_layer(dtype, new):
     num_pages = 4000  # the pool is larger than the weights, so that a copy of it cannot hide
-    cache = jax.tree.map(jnp.zeros_like, make_cache(dtype, num_pages))
-    batch = batch_of(TOKENS, [1, 1, 1])
-    pool, layer = cache.k_pages.nbytes, nnx.state(make_model("scan").layers)
-    layer_bytes = sum(x.nbytes for x in jax.tree.leaves(layer)) // CONFIG.num_layers
-    for layer_loop in ("scan", "calls"):
-        model = make_model(layer_loop, dtype=dtype)
-        if layer_loop == "scan":
-            lowered = jax.jit(lambda m, c, b: m(c, b), donate_argnums=1).lower(model, cache, batch)
-        else:
-            from jaxpaged.models import llama
-
-            x, rope = llama._enter(model.embed[...], batch, CONFIG)
-            lowered = llama._call_block.lower(model.layers[0], x, cache, batch, jnp.int32(1), rope)
+    cache, batch = jax.tree.map(jnp.zeros_like, make_cache(dtype, num_pages)), batch_of(TOKENS, new)
+    by_scan, by_calls = make_model("scan", dtype=dtype), make_model("calls", dtype=dtype)
+    x, rope = llama._enter(by_calls.embed[...], batch, CONFIG)
+    steps = {
+        "scan": jax.jit(lambda m, c, b: m(c, b), donate_argnums=1).lower(by_scan, cache, batch),
+        "calls": llama._call_block.lower(by_calls.layers[0], x, cache, batch, jnp.int32(1), rope),
+    }
+    pool = cache.k_pages.nbytes
+    layer = sum(x.nbytes for x in jax.tree.leaves(by_scan.layers)) // CONFIG.num_layers
+    for name, lowered in steps.items():
         compiled = lowered.compile()
         memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes >= 2 * pool, layer_loop
-        assert memory.temp_size_in_bytes < layer_bytes + 2**18, layer_loop
-        assert hlo_copies(compiled.as_text(), pool) == [], layer_loop
+        assert memory.alias_size_in_bytes >= 2 * pool, name
+        assert memory.temp_size_in_bytes < layer + 2**18, name
+        assert hlo_copies(compiled.as_text(), pool) == [], name
 
 
 def test_llama_calls_traces_its_layer_once():
     model, cache = make_model("calls"), make_cache()
-    from jaxpaged.models import llama
-
     before = llama._call_block._cache_size()
     for _ in range(3):
         _, cache = model(cache, batch_of(TOKENS, [1, 1, 1]))

@@ -1,0 +1,273 @@
+"""Code that is wrong on purpose: each mutant here must fail a check of this suite, or that check proves nothing.
+
+A mutant is the source of one module with one text replaced, executed afresh and put wherever the original is bound. The
+checks are those of the test files, with small cases. `test_unmutated_code_passes` runs each of them on the source as it
+is, put in place the same way.
+"""
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from tests import test_batch, test_kv_cache
+from tests.ops import test_attention, test_merge
+from tests.paging import test_allocator, test_pool
+
+Check = Callable[[], None]
+
+
+def attention(check: str, *arguments) -> Check:
+    return partial(getattr(test_attention, check), *arguments)
+
+
+def allocator(name: str, *arguments) -> Check:
+    """A test of tests/paging/test_allocator.py, with what its fixture makes."""
+
+    def check():
+        pages = test_allocator.PageAllocator(11, page_size=4)
+        pages.add("a", 6)
+        pages.add("b", 8)
+        getattr(test_allocator, name)(pages, *arguments)
+
+    return check
+
+
+def write_float32():
+    test_kv_cache.test_write_at_slots_changes_these_slots_only(jnp.float32, 1)
+
+
+def write_bfloat16():
+    test_kv_cache.test_write_at_slots_changes_these_slots_only(jnp.bfloat16, 1)
+
+
+def batch_values():
+    test_batch.test_locate_tokens_of_a_ragged_batch_finds_row_and_position()
+
+
+def merge_of_two():
+    test_merge.test_merge_attention_of_two_parts_equals_the_whole(200.0)
+
+
+BY_XLA = attention("check_decode", "xla", "plain")
+BY_XLA_OPTIONS = attention("check_decode", "xla", "all")
+BY_XLA_RAGGED = attention("check_ragged", "xla", "plain")
+BY_XLA_LONG = attention("check_long_tiles", "xla")
+BY_XLA_NEGATIVE = attention("check_large_negative_logits", "xla")
+BY_DEFINITION = attention("check_ragged", "reference", "all")
+BY_KERNEL = attention("check_ragged", "interpret", "all")
+XLA, REFERENCE, TRITON = "jaxpaged/ops/xla.py", "jaxpaged/ops/reference.py", "jaxpaged/ops/triton.py"
+MERGE, CACHE, BATCH = "jaxpaged/ops/merge.py", "jaxpaged/kv_cache.py", "jaxpaged/batch.py"
+ALLOCATOR, POOL, TABLES = "jaxpaged/paging/allocator.py", "jaxpaged/paging/pool.py", "jaxpaged/paging/tables.py"
+
+# What is wrong: (file, text, what stands there instead, the check that must notice).
+MUTANTS = {
+    "xla: K for V": (XLA, "gather(v_pages, ids)", "gather(k_pages, ids)", BY_XLA),
+    "xla: another sequence's table": (XLA, "page_table[i]", "page_table[-1]", BY_XLA_RAGGED),
+    "xla: mask one early": (XLA, "key <= position", "key < position", BY_XLA),
+    "xla: mask one late": (XLA, "key <= position", "key <= position + 1", BY_XLA_RAGGED),
+    "xla: window one wide": (XLA, "key > position - sliding", "key >= position - sliding", BY_XLA_OPTIONS),
+    "xla: scale dropped": (XLA, "logits *= sm_scale", "logits *= 0.25", BY_XLA_OPTIONS),
+    "xla: soft cap dropped": (XLA, "if logits_soft_cap is not None:", "if False:", BY_XLA_OPTIONS),
+    "xla: V not zeroed": (
+        XLA,
+        "jnp.where(live[:, None], gather(v_pages, ids), 0)",
+        "gather(v_pages, ids)",
+        BY_XLA,
+    ),
+    "xla: one key past the end": (XLA, "key < tile.seq_len", "key <= tile.seq_len", BY_XLA),
+    "xla: no guard for a row without keys": (
+        XLA,
+        "jnp.where(jnp.isneginf(new_max), 0, new_max)",
+        "new_max",
+        BY_XLA_LONG,
+    ),
+    "xla: maximum starts at 0": (
+        XLA,
+        "jnp.full(tile.q.shape[:2], -jnp.inf)",
+        "jnp.zeros(tile.q.shape[:2])",
+        BY_XLA_NEGATIVE,
+    ),
+    "xla: sink in lse only": (XLA, "out * share[..., None]", "out", BY_XLA_OPTIONS),
+    "xla: sink dropped": (XLA, "by_kv_head(sinks)", "by_kv_head(sinks - 1e9)", BY_XLA_OPTIONS),
+    "xla: sink counted twice": (XLA, "by_kv_head(sinks)", "by_kv_head(sinks + jnp.log(2.0))", BY_XLA_OPTIONS),
+    "xla: ALiBi the wrong way": (XLA, "(key - position)", "(position - key)", BY_XLA_OPTIONS),
+    "xla: lse without log": (XLA, "jnp.log(jnp.where(total > 0, total, 1))", "jnp.where(total > 0, total, 1)", BY_XLA),
+    "reference: K for V": (REFERENCE, "dense(v_pages)", "dense(k_pages)", BY_DEFINITION),
+    "reference: another sequence's table": (REFERENCE, "page_table[row[token]]", "page_table[-1]", BY_DEFINITION),
+    "reference: mask one early": (REFERENCE, "key <= query_position", "key < query_position", BY_DEFINITION),
+    "reference: window one narrow": (
+        REFERENCE,
+        "query_position - sliding_window",
+        "query_position - sliding_window + 1",
+        BY_DEFINITION,
+    ),
+    "reference: scale dropped": (REFERENCE, "* sm_scale", "* 0.25", BY_DEFINITION),
+    "reference: soft cap dropped": (REFERENCE, "if logits_soft_cap is not None:", "if False:", BY_DEFINITION),
+    "reference: V not zeroed": (REFERENCE, "jnp.where(seen[:, None], by_head, 0)", "by_head", BY_DEFINITION),
+    "reference: no guard for a row without keys": (
+        REFERENCE,
+        "jnp.where(jnp.isneginf(lse), 0, lse)[:, None]",
+        "lse[:, None]",
+        BY_DEFINITION,
+    ),
+    "reference: sink dropped": (REFERENCE, "if sinks is not None:", "if False:", BY_DEFINITION),
+    "reference: sink over no keys": (
+        REFERENCE,
+        "jnp.where(seen.any(), sinks.astype(dtype), -jnp.inf)",
+        "sinks.astype(dtype)",
+        BY_DEFINITION,
+    ),
+    "reference: ALiBi the wrong way": (REFERENCE, "(key - query_position)", "(query_position - key)", BY_DEFINITION),
+    "triton: K for V": (TRITON, "_load(v_ref.at[index]", "_load(k_ref.at[index]", BY_KERNEL),
+    "triton: another sequence's table": (TRITON, "page_table_ref.at[tile.seq,", "page_table_ref.at[0,", BY_KERNEL),
+    "triton: mask one late": (
+        TRITON,
+        "key[None, :] <= position[:, None]",
+        "key[None, :] <= position[:, None] + 1",
+        BY_KERNEL,
+    ),
+    "triton: window one wide": (
+        TRITON,
+        "key[None, :] > position[:, None] - sliding_window",
+        "key[None, :] >= position[:, None] - sliding_window",
+        BY_KERNEL,
+    ),
+    "triton: scale dropped": (TRITON, "* (sm_scale * LOG2E)", "* LOG2E", BY_KERNEL),
+    "triton: V not zeroed": (TRITON, "v = _load(v_ref.at[index], kv_mask)", "v = v_ref[index]", BY_KERNEL),
+    "merge: weights swapped": (MERGE, "weight_a, weight_b =", "weight_b, weight_a =", merge_of_two),
+    "merge: maximum dropped from lse": (MERGE, "shift + jnp.log(total)", "jnp.log(total)", merge_of_two),
+    "merge: no guard for two empty parts": (
+        MERGE,
+        "jnp.where(jnp.isneginf(lse_max), 0, lse_max)",
+        "lse_max",
+        test_merge.test_merge_attention_with_the_empty_part_changes_nothing,
+    ),
+    "cache: one slot later": (
+        CACHE,
+        "slot_mapping % self.page_size",
+        "(slot_mapping + 1) % self.page_size",
+        write_float32,
+    ),
+    "cache: another layer": (CACHE, "jnp.full_like(page, layer)", "jnp.full_like(page, 0)", write_float32),
+    "cache: K written as V": (CACHE, "v.astype(self.dtype)", "k.astype(self.dtype)", write_float32),
+    "cache: padding scattered": (CACHE, "GatherScatterMode.FILL_OR_DROP", "GatherScatterMode.CLIP", write_float32),
+    "cache: padding written in the loop": (CACHE, "start[1] < num_pages", "start[1] >= 0", write_bfloat16),
+    "cache: gather not cut": (
+        CACHE,
+        "jnp.where(live[..., None, None], tokens, 0)",
+        "tokens",
+        test_kv_cache.test_gather_returns_tokens_in_order_and_zeros_past_the_end,
+    ),
+    "cache: copy the other way": (
+        CACHE,
+        "import_pages(dst_page_ids, self.export_pages(src_page_ids))",
+        "import_pages(src_page_ids, self.export_pages(dst_page_ids))",
+        test_kv_cache.test_copy_pages_reads_all_sources_before_it_writes,
+    ),
+    "batch: position of the first token": (
+        BATCH,
+        "seq_lens[row] - cu_q_lens[row + 1] + token",
+        "token - cu_q_lens[row]",
+        batch_values,
+    ),
+    "batch: padding is live": (BATCH, "live = row < seq_lens.shape[0]", "live = row >= 0", batch_values),
+    "allocator: fork keeps no count": (
+        ALLOCATOR,
+        "self._pool.retain(page_ids)",
+        "pass",
+        allocator("test_free_of_the_parent_leaves_the_child_its_pages"),
+    ),
+    "allocator: shared page not copied": (
+        ALLOCATOR,
+        "self._pool.ref_count(self._table.last_page(row)) > 1",
+        "False",
+        allocator("test_append_to_a_shared_partial_page_copies_it_once"),
+    ),
+    "allocator: copied page not released": (
+        ALLOCATOR,
+        "self._pool.release([copies[0].src])",
+        "pass",
+        allocator("test_append_to_a_shared_partial_page_copies_it_once"),
+    ),
+    "allocator: truncate keeps a page": (
+        ALLOCATOR,
+        "num_kept = cdiv(num_tokens, self._page_size)",
+        "num_kept = num_tokens // self._page_size + 1",
+        allocator("test_truncate_keeps_the_first_tokens_and_frees_the_pages_past_them", 4, 1),
+    ),
+    "allocator: free keeps the pages": (
+        ALLOCATOR,
+        "self._pool.release(self._table.pages(self._table.row(seq_id)))",
+        "pass",
+        allocator("test_free_then_add_reuses_the_id_and_the_pages"),
+    ),
+    "allocator: slots of the first tokens": (
+        ALLOCATOR,
+        "ragged_arange(self._table.num_tokens[rows] - counts, counts)",
+        "ragged_arange(np.zeros_like(counts), counts)",
+        allocator("test_slot_mapping_packs_the_last_tokens_of_each_sequence"),
+    ),
+    "pool: a page handed out twice": (
+        POOL,
+        "self._top += count",
+        "self._top += count - (count > 1)",
+        test_pool.test_allocate_whole_pool_hands_out_each_page_once_and_never_the_null_page,
+    ),
+    "pool: the null page handed out": (
+        POOL,
+        "np.arange(1, num_pages, dtype=np.intp)",
+        "np.arange(num_pages - 1, dtype=np.intp)",
+        test_pool.test_allocate_whole_pool_hands_out_each_page_once_and_never_the_null_page,
+    ),
+    "tables: no padding": (
+        TABLES,
+        "np.copyto(table, padding, where=",
+        "np.copyto(table, padding, where=False & ",
+        allocator("test_page_table_pads_with_the_null_page"),
+    ),
+    "tables: copy put in the first place": (
+        TABLES,
+        "self.num_pages.item(row) - 1] = page_id",
+        "0] = page_id",
+        allocator("test_append_to_a_shared_partial_page_copies_it_once"),
+    ),
+}
+CHECKS = {(file, check): name for name, (file, _, _, check) in reversed(MUTANTS.items())}
+
+
+def put_in_place(file: str, text: str, replacement: str, monkeypatch) -> None:
+    """Executes the module with the text replaced, and binds its names wherever the original's are bound."""
+    name = file.removesuffix(".py").replace("/", ".")
+    original = importlib.import_module(name)
+    source = Path(original.__file__).read_text()
+    assert source.count(text) == 1, f"{text!r} must be in {file} once, or the mutant is another than it says"
+    mutant = types.ModuleType(name)
+    exec(compile(source.replace(text, replacement), original.__file__, "exec"), vars(mutant))
+    for key, value in vars(original).items():
+        if getattr(value, "__module__", None) != name:
+            continue
+        for module in [m for n, m in sys.modules.items() if n.split(".")[0] in ("jaxpaged", "tests")]:
+            for bound_as in [k for k, v in vars(module).items() if v is value]:
+                monkeypatch.setattr(module, bound_as, getattr(mutant, key))
+
+
+@pytest.mark.parametrize(("file", "check"), CHECKS, ids=CHECKS.values())
+def test_unmutated_code_passes(file, check, monkeypatch):
+    _, text, _, _ = MUTANTS[CHECKS[file, check]]
+    put_in_place(file, text, text, monkeypatch)
+    check()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN and infinities, where the mutant makes them
+def test_mutant_is_noticed(name, monkeypatch):
+    file, text, replacement, check = MUTANTS[name]
+    put_in_place(file, text, replacement, monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
