@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code: 0, 2 for a mistake of the caller, 130 interrupted, 141 unread."""
     _mend_streams()
     try:
-        args = _parser().parse_args(argv)
+        args = _parse(argv)
         args.run(args)
         sys.stdout.flush()
     except UsageError as error:
@@ -57,6 +57,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(error, BrokenPipeError):  # the reader has seen enough, as `head` does
             sys.exit(141)
         _complain(f"the output cannot be written: {error.strerror}.")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; prompts may stand on both sides of a flag, which argparse does not allow behind a command."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and ("prompts" not in args or any(word.startswith("-") and word != "-" for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.prompts += rest
+    return args
 
 
 def _mend_streams() -> None:

@@ -249,6 +249,11 @@ def test_generate_after_two_dashes_takes_a_prompt_that_looks_like_a_flag(records
     assert [r["prompt"] for r in records("--", "--chat", "the hen", "é!")] == ["--chat", "the hen", "é!"]
 
 
+def test_generate_with_prompts_on_both_sides_of_a_flag_takes_them_in_order(records):
+    prompts = [r["prompt"] for r in records("the", "--max-new-tokens", "1", "hen", "--seed", "2", "in")]
+    assert prompts == ["the", "hen", "in"]
+
+
 # What is refused
 
 
