@@ -1,30 +1,36 @@
 """Paged attention in plain `jnp`: the production path wherever Triton cannot run, first of all on a CPU.
 
 Softmax runs over chunks of pages with a running maximum, so that memory does not grow with the context and work follows
-the longest live sequence, never the width of the page table.
+the live length of each sequence, never the width of the page table.
 """
 
+import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxpaged.config import NULL_PAGE, cdiv
+from jaxpaged.config import NULL_PAGE
 
-# Measured on two CPU cores, SmolLM2's heads: 128 tokens a chunk beat 64 and 256 at 60, 120 and 640 tokens, batch 16.
-_CHUNK_TOKENS = 128
+# Tokens a chunk, measured on two CPU cores with SmolLM2's heads on JAX 0.10.2 and 0.12.0.1. A chunk of a decode step is
+# little work: past 32 tokens XLA splits it over threads, which took 68 ms instead of 33 (16 sequences of 130 tokens, 30
+# layers). Prompts have enough of it: 512 tokens behind 512 others took 14 ms a layer with 128, 17 with 64.
+_DECODE_CHUNK = 32
+_PROMPT_CHUNK = 128
+# XLA's gather moves one value after another. A few page slices joined move whole runs: 37 ms instead of 50 in the same
+# trial, but not from eight pages on, where they no longer fuse.
+_MAX_SLICES = 4
 _BLOCK_Q = 64
 
 
-class _Rows(NamedTuple):
-    """Rows that attend together, each to one sequence: all sequences of a decode step, or one tile of a longer one."""
+class _Tile(NamedTuple):
+    """Query tokens of one sequence that attend together."""
 
-    q: Array  # [num_rows, num_kv_heads, row_size, head_dim], row_size = block_q * q_per_kv
-    position: Array  # [num_rows, row_size], of the query in its sequence
-    seq_lens: Array  # [num_rows], 0 where the row is padding
-    page_table: Array  # [num_rows, max_pages], a whole number of chunks wide
+    q: Array  # [num_kv_heads, row_size, head_dim]; rows are tokens, and of each token its q_per_kv heads
+    position: Array  # [row_size], of the row's token in its sequence
+    seq_len: Array  # scalar
+    page_ids: Array  # [max_pages], a whole number of chunks wide
 
 
 def paged_attention_xla(
@@ -52,57 +58,71 @@ def paged_attention_xla(
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[2:4]
     q_per_kv = num_q_heads // num_kv_heads
-    pages_per_chunk = min(max(1, _CHUNK_TOKENS // page_size), page_table.shape[1])
+    is_decode = cu_q_lens is None
+    bounds = jnp.arange(num_tokens + 1, dtype=jnp.int32) if cu_q_lens is None else cu_q_lens
+    block_q = 1 if is_decode else min(_BLOCK_Q, num_tokens)
+    chunk = _DECODE_CHUNK if is_decode else _PROMPT_CHUNK
+    pages_per_chunk = min(max(1, chunk // page_size), page_table.shape[1])
     spare = -page_table.shape[1] % pages_per_chunk
     page_table = jnp.pad(page_table, ((0, 0), (0, spare)), constant_values=NULL_PAGE)
 
-    def attend(rows: _Rows) -> tuple[Array, Array]:
-        return _attend(
-            rows, k_pages, v_pages, layer, pages_per_chunk, sm_scale, logits_soft_cap, sliding_window, by_head(sinks),
-            by_head(alibi_slopes), causal,
-        )  # fmt: skip
+    def by_kv_head(x: Array) -> Array:
+        return x.astype(jnp.float32).reshape(num_kv_heads, q_per_kv)
 
-    def by_head(x: Array | None) -> Array | None:
-        """[num_q_heads] to [num_kv_heads, row_size]: a row lists its tokens, and each token its q_per_kv heads."""
-        return None if x is None else jnp.tile(x.astype(jnp.float32).reshape(num_kv_heads, q_per_kv), (1, block_q))
+    attend = functools.partial(
+        _attend,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        layer=layer,
+        pages_per_chunk=pages_per_chunk,
+        sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=sliding_window,
+        alibi_slopes=None if alibi_slopes is None else jnp.tile(by_kv_head(alibi_slopes), (1, block_q)),
+        causal=causal,
+    )
+    # [num_kv_heads, num_tokens, q_per_kv, head_dim] holds a tile's rows as they are needed. The padding is for the last
+    # tile, which may reach past the last token.
+    by_token = q.reshape(num_tokens, num_kv_heads, q_per_kv, head_dim).swapaxes(0, 1)
+    by_token = jnp.pad(by_token, ((0, 0), (0, block_q), (0, 0), (0, 0)))
 
-    if cu_q_lens is None:
-        block_q = 1
-        position = jnp.broadcast_to(seq_lens[:, None] - 1, (num_tokens, q_per_kv))
-        out, lse = attend(_Rows(q.reshape(num_tokens, num_kv_heads, q_per_kv, head_dim), position, seq_lens, page_table))
-        return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:2])
+    def sequence(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        begin, end = bounds[i], bounds[i + 1]
 
-    block_q = min(_BLOCK_Q, num_tokens)
-    q_lens = jnp.diff(cu_q_lens)
-    last_tile = jnp.cumsum(-(-q_lens // block_q))  # of each sequence, exclusive
-    q = jnp.pad(q, ((0, block_q), (0, 0), (0, 0)))
+        def tile(t: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+            first = begin + t * block_q
+            rows = lax.dynamic_slice_in_dim(by_token, first, block_q, axis=1)
+            position = seq_lens[i] - end + first + jnp.arange(block_q * q_per_kv) // q_per_kv
+            answers = attend(_Tile(rows.reshape(num_kv_heads, -1, head_dim), position, seq_lens[i], page_table[i]))
+            # A tile's tail past its sequence belongs to the next one, whose own tile comes later and overwrites it.
+            out, lse = (
+                lax.dynamic_update_slice_in_dim(
+                    whole, x.reshape(num_kv_heads, block_q, *whole.shape[2:]).astype(whole.dtype), first, axis=1
+                )
+                for whole, x in zip(results, answers, strict=True)
+            )
+            return out, lse
 
-    def tile(t: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        seq = jnp.searchsorted(last_tile, t, side="right")
-        tiles_after = last_tile[seq] - t
-        first = cu_q_lens[seq + 1] - q_lens[seq] + (-(-q_lens[seq] // block_q) - tiles_after) * block_q
-        token = first + jnp.arange(block_q)
-        position = seq_lens[seq] - cu_q_lens[seq + 1] + token
-        block = lax.dynamic_slice_in_dim(q, first, block_q).reshape(block_q, num_kv_heads, q_per_kv, head_dim)
-        block = block.swapaxes(0, 1).reshape(1, num_kv_heads, block_q * q_per_kv, head_dim)
-        rows = _Rows(block, jnp.repeat(position, q_per_kv)[None], seq_lens[seq][None], page_table[seq][None])
-        answers = []
-        # A tile's tail past its sequence belongs to the next one, whose own tile comes later and overwrites it.
-        for x, whole, empty in zip(attend(rows), results, (0, -jnp.inf), strict=True):
-            x = x[0].reshape(num_kv_heads, block_q, q_per_kv, *x.shape[3:]).swapaxes(0, 1)
-            x = x.reshape(block_q, num_q_heads, *x.shape[3:])
-            owned = (token < cu_q_lens[seq + 1]).reshape(-1, *[1] * (x.ndim - 1))
-            x = jnp.where(owned, x, empty).astype(whole.dtype)
-            answers.append(lax.dynamic_update_slice_in_dim(whole, x, first, 0))
-        return tuple(answers)
+        return lax.fori_loop(0, 1 if is_decode else -((begin - end) // block_q), tile, results)
 
-    out, lse = jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf)
-    out, lse = lax.fori_loop(0, last_tile[-1], tile, (out, lse))
-    return out[:num_tokens], lse[:num_tokens]
+    # One sequence after another: a chunk then stays in the cache of a core, and each sequence takes as long as its own
+    # length says, not as the longest of the batch.
+    results = (jnp.zeros_like(by_token), jnp.full(by_token.shape[:3], -jnp.inf))
+    out, lse = lax.fori_loop(0, page_table.shape[0], sequence, results)
+    if sinks is not None:
+        # A sink adds to the denominator and nothing to the numerator: scale by what it leaves.
+        with_sink = jnp.where(jnp.isneginf(lse), lse, jnp.logaddexp(lse, by_kv_head(sinks)[:, None]))
+        share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - with_sink))
+        out, lse = (out * share[..., None]).astype(q.dtype), with_sink
+    owned = jnp.arange(num_tokens)[:, None] < bounds[-1]
+    out = out[:, :num_tokens].swapaxes(0, 1).reshape(q.shape)
+    lse = lse[:, :num_tokens].swapaxes(0, 1).reshape(q.shape[:2])
+    return jnp.where(owned[..., None], out, 0), jnp.where(owned, lse, -jnp.inf)
 
 
 def _attend(
-    rows: _Rows,
+    tile: _Tile,
+    *,
     k_pages: Array,
     v_pages: Array,
     layer: int | Array,
@@ -110,37 +130,40 @@ def _attend(
     sm_scale: float,
     logits_soft_cap: float | None,
     sliding_window: int | None,
-    sinks: Array | None,
     alibi_slopes: Array | None,
     causal: bool,
 ) -> tuple[Array, Array]:
-    """Output [num_rows, num_kv_heads, row_size, head_dim] and log-sum-exp [num_rows, num_kv_heads, row_size], float32."""
-    num_rows, num_kv_heads, row_size, head_dim = rows.q.shape
+    """Output [num_kv_heads, row_size, head_dim] and log-sum-exp [num_kv_heads, row_size], float32."""
+    num_kv_heads, _, head_dim = tile.q.shape
     page_size = k_pages.shape[3]
     chunk = pages_per_chunk * page_size
-    heads = jnp.arange(num_kv_heads)[None, :, None]
+    heads = jnp.arange(num_kv_heads)[:, None]
     precision = lax.Precision.HIGHEST if k_pages.dtype == jnp.float32 else None
-    position = rows.position[:, None, :, None]  # [num_rows, 1, row_size, 1]
+    position = tile.position[:, None]  # [row_size, 1]
 
-    def gather(pages: Array, ids: Array) -> Array:  # [num_rows, num_kv_heads, chunk, head_dim]
-        return pages[layer, ids[:, None], heads].reshape(num_rows, num_kv_heads, chunk, head_dim)
+    def gather(pages: Array, ids: Array) -> Array:  # [num_kv_heads, chunk, head_dim]
+        if pages_per_chunk > _MAX_SLICES:
+            return pages[layer, ids, heads].reshape(num_kv_heads, chunk, head_dim)
+        size = (1, 1, *pages.shape[2:])
+        slices = [lax.dynamic_slice(pages, (layer, ids[i], 0, 0, 0), size)[0, 0] for i in range(pages_per_chunk)]
+        return jnp.concatenate(slices, axis=1)
 
     def body(c: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, running_max, total = state
         key = c * chunk + jnp.arange(chunk)
-        live = key < rows.seq_lens[:, None]  # [num_rows, chunk]
-        ids = lax.dynamic_slice_in_dim(rows.page_table, c * pages_per_chunk, pages_per_chunk, axis=1)
+        live = key < tile.seq_len
+        ids = lax.dynamic_slice_in_dim(tile.page_ids, c * pages_per_chunk, pages_per_chunk)
         # Entries past the last page may hold anything: they are not followed.
-        ids = jnp.where(live[:, ::page_size], ids, NULL_PAGE)
+        ids = jnp.where(live[::page_size], ids, NULL_PAGE)
         logits = jnp.einsum(
-            "nhrd,nhkd->nhrk", rows.q, gather(k_pages, ids), precision=precision, preferred_element_type=jnp.float32
+            "hrd,hkd->hrk", tile.q, gather(k_pages, ids), precision=precision, preferred_element_type=jnp.float32
         )
         logits *= sm_scale
         if logits_soft_cap is not None:
             logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
         if alibi_slopes is not None:
             logits += alibi_slopes[:, :, None] * (key - position).astype(jnp.float32)
-        seen = live[:, None, None, :]
+        seen = live
         if causal:
             seen &= key <= position
         if sliding_window is not None:
@@ -152,30 +175,23 @@ def _attend(
         decay = jnp.exp(running_max - shift)
         p = jnp.exp(logits - shift[..., None])
         # A slot without an owner may hold NaN, and 0 * NaN is NaN.
-        v = jnp.where(live[:, None, :, None], gather(v_pages, ids), 0)
+        v = jnp.where(live[:, None], gather(v_pages, ids), 0)
         product = jnp.einsum(
-            "nhrk,nhkd->nhrd", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+            "hrk,hkd->hrd", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
         )
         return acc * decay[..., None] + product, new_max, total * decay + p.sum(-1)
 
     # Only chunks that some row sees are read.
-    first, end = 0, rows.seq_lens
+    first, end = 0, tile.seq_len
     if sliding_window is not None:
-        oldest = jnp.where(rows.seq_lens > 0, rows.position.min(1), jnp.iinfo(jnp.int32).max)
-        first = jnp.maximum(0, oldest.min() - sliding_window + 1) // chunk
+        first = jnp.maximum(0, tile.position[0] - sliding_window + 1) // chunk
     if causal:
-        end = jnp.minimum(end, rows.position.max(1) + 1)
-    state_shape = (num_rows, num_kv_heads, row_size)
+        end = jnp.minimum(end, tile.position[-1] + 1)
     acc, running_max, total = lax.fori_loop(
         first,
-        -(-end.max() // chunk),
+        -(-end // chunk),
         body,
-        (jnp.zeros((*state_shape, head_dim)), jnp.full(state_shape, -jnp.inf), jnp.zeros(state_shape)),
+        (jnp.zeros(tile.q.shape), jnp.full(tile.q.shape[:2], -jnp.inf), jnp.zeros(tile.q.shape[:2])),
     )
     lse = jnp.where(total > 0, running_max, -jnp.inf) + jnp.log(jnp.where(total > 0, total, 1))
-    out = acc / jnp.where(total > 0, total, 1)[..., None]
-    if sinks is None:
-        return out, lse
-    # A sink adds to the denominator and nothing to the numerator: scale by what it leaves.
-    with_sink = jnp.where(total > 0, jnp.logaddexp(lse, sinks), -jnp.inf)
-    return out * jnp.exp(lse - jnp.where(total > 0, with_sink, 0))[..., None], with_sink
+    return acc / jnp.where(total > 0, total, 1)[..., None], lse
