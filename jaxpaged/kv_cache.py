@@ -213,7 +213,8 @@ class KVCache:
 
     def _update(self, starts: Array, k: Array, v: Array) -> "KVCache":
         """Replaces windows of both pools. `starts` [n, 5]; k, v [n, *window], where a window has five axes."""
-        on_cpu = _update_by_scatter if self.dtype == jnp.float32 else _update_in_loop
+        narrow = self.dtype.itemsize == 2 and jax.__version_info__ < (0, 11)
+        on_cpu = _update_in_loop if narrow else _update_by_scatter
         update = functools.partial(lax.platform_dependent, cpu=on_cpu, default=_update_by_scatter)
         k_pages, v_pages = update((self.k_pages, self.v_pages), starts, (k.astype(self.dtype), v.astype(self.dtype)))
         return KVCache(k_pages=k_pages, v_pages=v_pages)
@@ -237,8 +238,8 @@ def _update_by_scatter(pools: tuple[Array, Array], starts: Array, windows: tuple
 
 
 def _update_in_loop(pools: tuple[Array, Array], starts: Array, windows: tuple[Array, Array]) -> tuple[Array, ...]:
-    """One slice update a window, in place. XLA's CPU backend has no 16-bit float scatter, slice or select: each would
-    first widen a copy of the whole pool to float32. A slice update it has, and a branch drops the padding.
+    """One slice update a window; a branch drops the padding. For 16-bit caches on the CPU of JAX 0.10, whose scatter
+    first widens a copy of the whole pool to float32. An update does so value by value: slow too, but without memory.
     """
     num_pages = pools[0].shape[1]
 

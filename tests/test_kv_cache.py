@@ -33,11 +33,12 @@ def written(cache: jp.KVCache, layer: int, k, v, slots) -> tuple[np.ndarray, np.
     return k_pages, v_pages
 
 
-@pytest.fixture(params=["loop", "scatter"])
+@pytest.fixture(params=["scatter", "loop"])
 def either_update(request, monkeypatch):
-    """Runs a test with the CPU's way of updating, and with every other platform's."""
-    if request.param == "scatter":
-        monkeypatch.setattr(kv_cache, "_update_in_loop", kv_cache._update_by_scatter)
+    """Runs a test with both ways of updating, whichever this JAX and dtype would take."""
+    update = getattr(kv_cache, {"scatter": "_update_by_scatter", "loop": "_update_in_loop"}[request.param])
+    monkeypatch.setattr(kv_cache, "_update_by_scatter", update)
+    monkeypatch.setattr(kv_cache, "_update_in_loop", update)
 
 
 @pytest.mark.usefixtures("either_update")
@@ -50,6 +51,19 @@ def test_write_at_slots_changes_these_slots_only(dtype, layer):
     result = jax.jit(lambda cache, layer: cache.write(layer, k, v, slots))(cache, layer)
     k_pages, v_pages = written(cache, layer, k, v, slots)
     chex.assert_trees_all_equal(result, jp.KVCache(k_pages=k_pages, v_pages=v_pages))
+
+
+def check_update_in_loop_equals_scatter():
+    k, v = random_tokens(3)
+    starts = jnp.array([[1, 2, 0, 3, 0], [2, PAGES, 0, 0, 0], [0, 5, 0, 1, 0]])
+    windows = (k[:, None, None, :, None], v[:, None, None, :, None])
+    pools = (random_pool(1), random_pool(2))
+    expected = kv_cache._update_by_scatter(pools, starts, windows)
+    chex.assert_trees_all_equal(kv_cache._update_in_loop(pools, starts, windows), expected)
+
+
+def test_update_in_loop_equals_scatter():
+    check_update_in_loop_equals_scatter()
 
 
 def test_write_in_a_scan_over_layers_writes_each_layer():

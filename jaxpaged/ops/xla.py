@@ -5,8 +5,10 @@ the live length of each sequence, never the width of the page table.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -27,10 +29,14 @@ _BLOCK_Q = 64
 class _Tile(NamedTuple):
     """Query tokens of one sequence that attend together."""
 
-    q: Array  # [num_kv_heads, row_size, head_dim]; rows are tokens, and of each token its q_per_kv heads
-    position: Array  # [row_size], of the row's token in its sequence
+    q: Array  # [num_kv_heads, block_q, q_per_kv, head_dim]
+    position: Array  # [block_q], of each token in its sequence
     seq_len: Array  # scalar
-    page_ids: Array  # [max_pages], a whole number of chunks wide
+    page_ids: Array  # [max_pages]
+
+
+Attend = Callable[[_Tile], tuple[Array, Array]]
+"""From a tile to its output, in the shape of its `q`, and log-sum-exp, without head_dim; both float32."""
 
 
 def paged_attention_xla(
@@ -56,67 +62,71 @@ def paged_attention_xla(
     Source: FlashAttention (Dao et al., 2022, algorithm 1), without its tiles' memory hierarchy.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, page_size = k_pages.shape[2:4]
+    num_kv_heads = k_pages.shape[2]
     q_per_kv = num_q_heads // num_kv_heads
-    is_decode = cu_q_lens is None
-    bounds = jnp.arange(num_tokens + 1, dtype=jnp.int32) if cu_q_lens is None else cu_q_lens
-    block_q = 1 if is_decode else min(_BLOCK_Q, num_tokens)
-    chunk = _DECODE_CHUNK if is_decode else _PROMPT_CHUNK
-    pages_per_chunk = min(max(1, chunk // page_size), page_table.shape[1])
-    spare = -page_table.shape[1] % pages_per_chunk
-    page_table = jnp.pad(page_table, ((0, 0), (0, spare)), constant_values=NULL_PAGE)
-
-    def by_kv_head(x: Array) -> Array:
-        return x.astype(jnp.float32).reshape(num_kv_heads, q_per_kv)
-
     attend = functools.partial(
         _attend,
         k_pages=k_pages,
         v_pages=v_pages,
         layer=layer,
-        pages_per_chunk=pages_per_chunk,
         sm_scale=sm_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=sliding_window,
-        alibi_slopes=None if alibi_slopes is None else jnp.tile(by_kv_head(alibi_slopes), (1, block_q)),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, q_per_kv),
         causal=causal,
     )
-    # [num_kv_heads, num_tokens, q_per_kv, head_dim] holds a tile's rows as they are needed. The padding is for the last
-    # tile, which may reach past the last token.
-    by_token = q.reshape(num_tokens, num_kv_heads, q_per_kv, head_dim).swapaxes(0, 1)
-    by_token = jnp.pad(by_token, ((0, 0), (0, block_q), (0, 0), (0, 0)))
+    by_kv_head = q.reshape(num_tokens, num_kv_heads, q_per_kv, head_dim)
+    if cu_q_lens is None:
+        out, lse = _decode(attend, by_kv_head, page_table, seq_lens)
+    else:
+        out, lse = _ragged(attend, by_kv_head, page_table, seq_lens, cu_q_lens)
+    out, lse = out.reshape(q.shape), lse.reshape(q.shape[:2])
+    if sinks is not None:
+        # A sink adds to the denominator and nothing to the numerator: scale by what it leaves.
+        with_sink = jnp.where(jnp.isneginf(lse), lse, jnp.logaddexp(lse, sinks.astype(jnp.float32)))
+        share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - with_sink))
+        out, lse = out * share[..., None], with_sink
+    return out.astype(q.dtype), lse
+
+
+def _decode(attend: Attend, q: Array, page_table: Array, seq_lens: Array) -> tuple[Array, Array]:
+    """One token a sequence; `q` is [num_seqs, num_kv_heads, q_per_kv, head_dim].
+
+    On a CPU one sequence after another: a chunk then stays in the cache of a core, and each sequence takes as long as
+    its own length says. Elsewhere all at once, as long as the longest.
+    """
+    tiles = _Tile(q[:, :, None], seq_lens[:, None] - 1, seq_lens, page_table)
+    out, lse = lax.platform_dependent(tiles, cpu=functools.partial(lax.map, attend), default=jax.vmap(attend))
+    return out[:, :, 0], lse[:, :, 0]
+
+
+def _ragged(attend: Attend, q: Array, page_table: Array, seq_lens: Array, cu_q_lens: Array) -> tuple[Array, Array]:
+    """Any number of tokens a sequence, a tile after another; `q` is [num_tokens, num_kv_heads, q_per_kv, head_dim]."""
+    num_tokens = q.shape[0]
+    block_q = min(_BLOCK_Q, num_tokens)
+    # By head first, as a tile needs its rows. The last tile may reach past the last token.
+    q = jnp.pad(q.swapaxes(0, 1), ((0, 0), (0, block_q), (0, 0), (0, 0)))
 
     def sequence(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        begin, end = bounds[i], bounds[i + 1]
+        begin, end = cu_q_lens[i], cu_q_lens[i + 1]
 
         def tile(t: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
             first = begin + t * block_q
-            rows = lax.dynamic_slice_in_dim(by_token, first, block_q, axis=1)
-            position = seq_lens[i] - end + first + jnp.arange(block_q * q_per_kv) // q_per_kv
-            answers = attend(_Tile(rows.reshape(num_kv_heads, -1, head_dim), position, seq_lens[i], page_table[i]))
+            rows = lax.dynamic_slice_in_dim(q, first, block_q, axis=1)
+            position = seq_lens[i] - end + first + jnp.arange(block_q)
+            answers = attend(_Tile(rows, position, seq_lens[i], page_table[i]))
             # A tile's tail past its sequence belongs to the next one, whose own tile comes later and overwrites it.
             out, lse = (
-                lax.dynamic_update_slice_in_dim(
-                    whole, x.reshape(num_kv_heads, block_q, *whole.shape[2:]).astype(whole.dtype), first, axis=1
-                )
+                lax.dynamic_update_slice_in_dim(whole, x, first, axis=1)
                 for whole, x in zip(results, answers, strict=True)
             )
             return out, lse
 
-        return lax.fori_loop(0, 1 if is_decode else -((begin - end) // block_q), tile, results)
+        return lax.fori_loop(0, -((begin - end) // block_q), tile, results)
 
-    # One sequence after another: a chunk then stays in the cache of a core, and each sequence takes as long as its own
-    # length says, not as the longest of the batch.
-    results = (jnp.zeros_like(by_token), jnp.full(by_token.shape[:3], -jnp.inf))
-    out, lse = lax.fori_loop(0, page_table.shape[0], sequence, results)
-    if sinks is not None:
-        # A sink adds to the denominator and nothing to the numerator: scale by what it leaves.
-        with_sink = jnp.where(jnp.isneginf(lse), lse, jnp.logaddexp(lse, by_kv_head(sinks)[:, None]))
-        share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - with_sink))
-        out, lse = (out * share[..., None]).astype(q.dtype), with_sink
-    owned = jnp.arange(num_tokens)[:, None] < bounds[-1]
-    out = out[:, :num_tokens].swapaxes(0, 1).reshape(q.shape)
-    lse = lse[:, :num_tokens].swapaxes(0, 1).reshape(q.shape[:2])
+    results = (jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
+    out, lse = (x[:, :num_tokens].swapaxes(0, 1) for x in lax.fori_loop(0, page_table.shape[0], sequence, results))
+    owned = jnp.arange(num_tokens)[:, None, None] < cu_q_lens[-1]
     return jnp.where(owned[..., None], out, 0), jnp.where(owned, lse, -jnp.inf)
 
 
@@ -126,43 +136,53 @@ def _attend(
     k_pages: Array,
     v_pages: Array,
     layer: int | Array,
-    pages_per_chunk: int,
     sm_scale: float,
     logits_soft_cap: float | None,
     sliding_window: int | None,
     alibi_slopes: Array | None,
     causal: bool,
 ) -> tuple[Array, Array]:
-    """Output [num_kv_heads, row_size, head_dim] and log-sum-exp [num_kv_heads, row_size], float32."""
-    num_kv_heads, _, head_dim = tile.q.shape
+    """One tile against the pages of its sequence: an `Attend` with everything else bound."""
+    num_kv_heads, block_q, q_per_kv, head_dim = tile.q.shape
     page_size = k_pages.shape[3]
+    pages_per_chunk = max(1, (_DECODE_CHUNK if block_q == 1 else _PROMPT_CHUNK) // page_size)
     chunk = pages_per_chunk * page_size
-    heads = jnp.arange(num_kv_heads)[:, None]
+    page_ids = jnp.pad(tile.page_ids, (0, -tile.page_ids.shape[0] % pages_per_chunk), constant_values=NULL_PAGE)
+    q = tile.q.reshape(num_kv_heads, block_q * q_per_kv, head_dim)
+    position = jnp.repeat(tile.position, q_per_kv)[:, None]  # [block_q * q_per_kv, 1]
+    slopes = None if alibi_slopes is None else jnp.tile(alibi_slopes, (1, block_q))[:, :, None]
     precision = lax.Precision.HIGHEST if k_pages.dtype == jnp.float32 else None
-    position = tile.position[:, None]  # [row_size, 1]
 
-    def gather(pages: Array, ids: Array) -> Array:  # [num_kv_heads, chunk, head_dim]
+    def read(pages: Array, ids: Array) -> Array:  # [num_kv_heads, chunk, head_dim]
         if pages_per_chunk > _MAX_SLICES:
+            heads = jnp.arange(num_kv_heads)[:, None]
             return pages[layer, ids, heads].reshape(num_kv_heads, chunk, head_dim)
         size = (1, 1, *pages.shape[2:])
-        slices = [lax.dynamic_slice(pages, (layer, ids[i], 0, 0, 0), size)[0, 0] for i in range(pages_per_chunk)]
+        slices = [lax.dynamic_slice(pages, (layer, page, 0, 0, 0), size)[0, 0] for page in ids]
         return jnp.concatenate(slices, axis=1)
+
+    def gather(pages: Array, ids: Array) -> Array:
+        if pages.dtype.itemsize != 2 or jax.__version_info__ >= (0, 11):
+            return read(pages, ids)
+        # JAX 0.10 on a CPU reads 16-bit pages through a float32 copy of the pool, which it moves out of a loop, but not
+        # out of a branch. The condition always holds; the compiler does not know.
+        return lax.cond(ids[0] >= 0, read, lambda *args: jnp.zeros_like(read(*args)), pages, ids)
 
     def body(c: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, running_max, total = state
         key = c * chunk + jnp.arange(chunk)
         live = key < tile.seq_len
-        ids = lax.dynamic_slice_in_dim(tile.page_ids, c * pages_per_chunk, pages_per_chunk)
+        ids = lax.dynamic_slice_in_dim(page_ids, c * pages_per_chunk, pages_per_chunk)
         # Entries past the last page may hold anything: they are not followed.
         ids = jnp.where(live[::page_size], ids, NULL_PAGE)
         logits = jnp.einsum(
-            "hrd,hkd->hrk", tile.q, gather(k_pages, ids), precision=precision, preferred_element_type=jnp.float32
+            "hrd,hkd->hrk", q, gather(k_pages, ids), precision=precision, preferred_element_type=jnp.float32
         )
         logits *= sm_scale
         if logits_soft_cap is not None:
             logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-        if alibi_slopes is not None:
-            logits += alibi_slopes[:, :, None] * (key - position).astype(jnp.float32)
+        if slopes is not None:
+            logits += slopes * (key - position).astype(jnp.float32)
         seen = live
         if causal:
             seen &= key <= position
@@ -191,7 +211,8 @@ def _attend(
         first,
         -(-end // chunk),
         body,
-        (jnp.zeros(tile.q.shape), jnp.full(tile.q.shape[:2], -jnp.inf), jnp.zeros(tile.q.shape[:2])),
+        (jnp.zeros(q.shape), jnp.full(q.shape[:2], -jnp.inf), jnp.zeros(q.shape[:2])),
     )
     lse = jnp.where(total > 0, running_max, -jnp.inf) + jnp.log(jnp.where(total > 0, total, 1))
-    return acc / jnp.where(total > 0, total, 1)[..., None], lse
+    out = acc / jnp.where(total > 0, total, 1)[..., None]
+    return out.reshape(tile.q.shape), lse.reshape(tile.q.shape[:3])
