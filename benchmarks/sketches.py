@@ -4,7 +4,7 @@ The sketches' ways, written from their description: a deque of free blocks with 
 whose bits are the free blocks; a torch cache with a table padded with -1, a Python loop that writes one token at a
 time, attention that gathers one sequence after another and applies softmax. Beside them runs the same cache used as
 torch is best used. All rivals answer the same question, and the answers are compared before anything is timed, on the
-CPU, in float32, with 8 heads of 64 and pages of 16.
+CPU, with 8 heads of 64 and pages of 16, in float32 and in bfloat16, the usual type of a cache.
 
 What to expect: allocation is bookkeeping and should cost a few passes over ids and counts (100,000 pages: 1.2 MB, about
 1 ms). Writing and attention move memory (16 x 1,024 tokens: 64 MiB), so a plain copy or one pass over the same bytes is
@@ -26,6 +26,8 @@ from jaxpaged.paging import PageAllocator, PagePool
 NUM_HEADS, HEAD_DIM, PAGE_SIZE = 8, 64, 16
 NUM_SEQS, SEQ_LEN = 16, 1024
 POOL = 100_000
+DTYPES = ("float32", "bfloat16")
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
 
 class DequeAllocator:
@@ -129,10 +131,16 @@ def make_pages(num_tokens: int) -> PageAllocator:
     return pages
 
 
-def make_kv(num_tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def make_kv(num_tokens: int, dtype: str, seed: int) -> tuple[jax.Array, jax.Array]:
     """K and V [num_tokens, NUM_HEADS, HEAD_DIM] of new tokens."""
     rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal((2, num_tokens, NUM_HEADS, HEAD_DIM), np.float32))
+    k, v = rng.standard_normal((2, num_tokens, NUM_HEADS, HEAD_DIM), np.float32)
+    return jnp.asarray(k, dtype), jnp.asarray(v, dtype)
+
+
+def to_torch(torch, x: jax.Array):
+    """The same values in torch, which knows no bfloat16 of numpy's."""
+    return torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, x.dtype.name))
 
 
 def copy_both(sources: tuple[np.ndarray, ...], targets: tuple[np.ndarray, ...]) -> None:
@@ -143,7 +151,7 @@ def copy_both(sources: tuple[np.ndarray, ...], targets: tuple[np.ndarray, ...]) 
 class JaxpagedCache:
     """What a jaxpaged user does: host tables to the device, one jitted call that owns the cache."""
 
-    def __init__(self, pages: PageAllocator):
+    def __init__(self, pages: PageAllocator, dtype: str):
         self.pages = pages
         self.seq_ids = range(NUM_SEQS)
         self.cache = jp.KVCache.create(
@@ -152,7 +160,7 @@ class JaxpagedCache:
             page_size=PAGE_SIZE,
             num_kv_heads=NUM_HEADS,
             head_dim=HEAD_DIM,
-            dtype=jnp.float32,
+            dtype=dtype,
         )
         self._write = jax.jit(lambda cache, k, v, slots: cache.write(0, k, v, slots), donate_argnums=0)
         self._attend = jax.jit(
@@ -179,11 +187,11 @@ class TorchPagedCache:
     applies softmax, one sequence after another.
     """
 
-    def __init__(self, torch, num_blocks: int):
+    def __init__(self, torch, num_blocks: int, dtype: str):
         self.torch = torch
         max_blocks = SEQ_LEN // PAGE_SIZE
         shape = (num_blocks, PAGE_SIZE, NUM_HEADS, HEAD_DIM)
-        self.k_cache, self.v_cache = torch.zeros(shape), torch.zeros(shape)
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in range(2))
         self.free_blocks = list(range(num_blocks))
         self.block_tables = torch.full((NUM_SEQS, max_blocks), -1, dtype=torch.int32)
         self.seq_lens = torch.zeros(NUM_SEQS, dtype=torch.int32)
@@ -253,11 +261,11 @@ class VectorisedTorchCache(TorchPagedCache):
         return attend(q[:, :, None], k, v, attn_mask=live[:, None, None])[:, :, 0]
 
 
-def make_torch_caches(torch, num_tokens: int) -> tuple[TorchPagedCache, VectorisedTorchCache]:
+def make_torch_caches(torch, num_tokens: int, dtype: str) -> tuple[TorchPagedCache, VectorisedTorchCache]:
     """Both torch caches with `NUM_SEQS` sequences of `num_tokens`, their blocks interleaved as in `make_pages`."""
     caches = []
     for make in (TorchPagedCache, VectorisedTorchCache):
-        cache = make(torch, NUM_SEQS * SEQ_LEN // PAGE_SIZE)
+        cache = make(torch, NUM_SEQS * SEQ_LEN // PAGE_SIZE, dtype)
         for start in range(0, num_tokens, PAGE_SIZE):
             for seq_id in range(NUM_SEQS):
                 cache.grow(seq_id, min(PAGE_SIZE, num_tokens - start))
@@ -265,21 +273,21 @@ def make_torch_caches(torch, num_tokens: int) -> tuple[TorchPagedCache, Vectoris
     return tuple(caches)
 
 
-def time_write(torch, num_new: int, runs: int, reach: float | None) -> harness.Question:
+def time_write(torch, num_new: int, dtype: str, runs: int, reach: float | None) -> harness.Question:
     """`num_new` tokens a sequence into their pages."""
     pages = make_pages(SEQ_LEN)
-    ours, (theirs, vectorised) = JaxpagedCache(pages), make_torch_caches(torch, SEQ_LEN)
-    k, v = make_kv(NUM_SEQS * num_new, seed=0)
-    jax_kv, torch_kv = (jnp.asarray(k), jnp.asarray(v)), (torch.from_numpy(k), torch.from_numpy(v))
+    ours, (theirs, vectorised) = JaxpagedCache(pages, dtype), make_torch_caches(torch, SEQ_LEN, dtype)
+    jax_kv = make_kv(NUM_SEQS * num_new, dtype, seed=0)
+    k, v = (np.asarray(x) for x in jax_kv)
+    torch_kv = [to_torch(torch, x) for x in jax_kv]
     ours.write(*jax_kv, num_new)
     table = pages.page_table(ours.seq_ids)
     lens = np.full(NUM_SEQS, SEQ_LEN, np.int32)
     for cache in (theirs, vectorised):
         cache.write(*torch_kv, num_new)
         for mine, blocks in zip(ours.cache.gather(0, table, lens), (cache.k_cache, cache.v_cache), strict=True):
-            np.testing.assert_array_equal(
-                mine.reshape(-1, PAGE_SIZE, *mine.shape[2:]), blocks[cache.block_tables.flatten()]
-            )
+            mine = mine.reshape(-1, PAGE_SIZE, *mine.shape[2:]).astype(jnp.float32)
+            np.testing.assert_array_equal(mine, blocks[cache.block_tables.flatten()].float())
     rivals = {
         "jaxpaged": functools.partial(ours.write, *jax_kv, num_new),
         "torch, a token at a time": functools.partial(theirs.write, *torch_kv, num_new),
@@ -287,7 +295,7 @@ def time_write(torch, num_new: int, runs: int, reach: float | None) -> harness.Q
         "floor: plain copy of K and V": functools.partial(copy_both, (k, v), (np.empty_like(k), np.empty_like(v))),
     }
     return harness.Question(
-        name=f"write {NUM_SEQS} x {num_new:,} tokens",
+        name=f"write {NUM_SEQS} x {num_new:,} tokens, {dtype}",
         ours="jaxpaged",
         theirs="torch, a token at a time",
         reach=reach,
@@ -295,17 +303,20 @@ def time_write(torch, num_new: int, runs: int, reach: float | None) -> harness.Q
     )
 
 
-def time_attention(torch, seq_len: int, reach: float | None) -> harness.Question:
+def time_attention(torch, seq_len: int, dtype: str, reach: float | None) -> harness.Question:
     """One query token of each sequence over all of its tokens."""
     pages = make_pages(seq_len)
-    ours, (theirs, vectorised) = JaxpagedCache(pages), make_torch_caches(torch, seq_len)
-    k, v = make_kv(NUM_SEQS * seq_len, seed=1)
-    ours.write(jnp.asarray(k), jnp.asarray(v), seq_len)
-    q = np.random.default_rng(2).standard_normal((NUM_SEQS, NUM_HEADS, HEAD_DIM), np.float32)
-    jax_q, torch_q = jnp.asarray(q), torch.from_numpy(q)
+    ours, (theirs, vectorised) = JaxpagedCache(pages, dtype), make_torch_caches(torch, seq_len, dtype)
+    k, v = make_kv(NUM_SEQS * seq_len, dtype, seed=1)
+    ours.write(k, v, seq_len)
+    jax_q, _ = make_kv(NUM_SEQS, dtype, seed=2)
+    torch_q = to_torch(torch, jax_q)
+    tolerance = TOLERANCE[dtype]
     for cache in (theirs, vectorised):
-        cache.write(torch.from_numpy(k), torch.from_numpy(v), seq_len)
-        np.testing.assert_allclose(ours.attend(jax_q), cache.attend(torch_q), rtol=1e-4, atol=1e-5)
+        cache.write(to_torch(torch, k), to_torch(torch, v), seq_len)
+        expected, actual = cache.attend(torch_q).float(), ours.attend(jax_q).astype(jnp.float32)
+        np.testing.assert_allclose(actual, expected, rtol=5 * tolerance, atol=tolerance)
+    k, v = (np.asarray(x).view(f"u{x.dtype.itemsize}") for x in (k, v))  # numpy reads bfloat16 slowly
     rivals = {
         "jaxpaged": lambda: ours.attend(jax_q),
         "torch, a sequence at a time": lambda: theirs.attend(torch_q),
@@ -313,7 +324,7 @@ def time_attention(torch, seq_len: int, reach: float | None) -> harness.Question
         "floor: one pass over K and V": lambda: (k.max(), v.max()),
     }
     return harness.Question(
-        name=f"decode attention, batch {NUM_SEQS}, {seq_len:,} tokens",
+        name=f"decode attention, batch {NUM_SEQS}, {seq_len:,} tokens, {dtype}",
         ours="jaxpaged",
         theirs="torch, a sequence at a time",
         reach=reach,
@@ -328,11 +339,11 @@ def main() -> None:
         time_allocation(POOL, reach=10),
         time_allocation(64, reach=1),
         time_allocation(8, reach=None),
-        time_write(torch, 64, runs=15, reach=50),
-        time_write(torch, SEQ_LEN, runs=3, reach=None),
-        time_write(torch, 1, runs=30, reach=None),
-        time_attention(torch, SEQ_LEN, reach=5),
-        time_attention(torch, 100, reach=None),
+        *(time_write(torch, SEQ_LEN, dtype, runs=5, reach=50) for dtype in DTYPES),
+        *(time_write(torch, 64, dtype, runs=15, reach=None) for dtype in DTYPES),
+        *(time_write(torch, 1, dtype, runs=30, reach=None) for dtype in DTYPES),
+        *(time_attention(torch, SEQ_LEN, dtype, reach=5) for dtype in DTYPES),
+        *(time_attention(torch, 100, dtype, reach=None) for dtype in DTYPES),
     ]
     harness.report("sketches", questions)
 

@@ -74,7 +74,21 @@ def check_batch_values(batch: Batch, *, num_pages: int, page_size: int, vocab_si
     token_ids, positions, slots, page_table, seq_lens = (
         np.asarray(x) for x in (batch.token_ids, batch.positions, batch.slot_mapping, batch.page_table, batch.seq_lens)
     )
+    for name, x, ndim in (
+        ("token_ids", token_ids, 1),
+        ("positions", positions, 1),
+        ("slot_mapping", slots, 1),
+        ("page_table", page_table, 2),
+        ("seq_lens", seq_lens, 1),
+    ):
+        if x.ndim != ndim or not np.issubdtype(x.dtype, np.integer):
+            raise ValueError(f"`{name}` must be integers with {ndim} axes; got {x.dtype} {x.shape}.")
     num_tokens, max_pages = len(token_ids), page_table.shape[1]
+    if not len(positions) == len(slots) == num_tokens or len(seq_lens) != len(page_table):
+        raise ValueError(
+            f"`positions` and `slot_mapping` must be as long as `token_ids`, {num_tokens}, and `seq_lens` as "
+            f"`page_table`, {len(page_table)}; got {len(positions)}, {len(slots)} and {len(seq_lens)}."
+        )
     room = max_pages * page_size
     _require(
         "seq_lens",
@@ -131,6 +145,14 @@ def check_batch_values(batch: Batch, *, num_pages: int, page_size: int, vocab_si
         first_use,
         "be distinct from the slots before it",
         "Where two sequences share a page, copy it first (PageAllocator.append); number padding tokens upwards.",
+    )
+    owners = np.bincount(page_table[~unused], minlength=num_pages)
+    _require(
+        "slot_mapping",
+        slots,
+        ~live | (owners[np.where(live, slots // page_size, 0)] <= 1),
+        "lie in a page that no other sequence holds",
+        "Copy a shared page before writing to it (PageAllocator.append).",
     )
     _require(
         "slot_mapping",

@@ -50,13 +50,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UsageError as error:
         _complain(str(error))
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.stdout.flush()
+        _leave(130)
     except OSError as error:  # of stdout: whatever reads a file has complained about it by name
         # Python flushes once more when it ends, and must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader has seen enough, as `head` does
             sys.exit(141)
         _complain(f"the output cannot be written: {error.strerror}.")
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once: Python's own way out would free arrays that the device is still computing."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # the cursor, which a progress bar hides
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -233,7 +242,8 @@ def _progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     amount = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TextColumn(unit), TimeRemainingColumn())
+    label = f"{label} {unit}" if unit != "bytes" else label
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
@@ -195,6 +196,8 @@ class KVCache:
             ValueError: The block's pages are of another shape than the pool's, or there are more or fewer than ids.
             TypeError: The block is of another dtype.
         """
+        if page_ids.ndim != 1 or not jnp.issubdtype(page_ids.dtype, jnp.integer):
+            raise TypeError(f"`page_ids` must be integers [num_pages]; got {page_ids.dtype} {page_ids.shape}.")
         page_ids = jnp.asarray(page_ids, jnp.int32)
         shape = (self.num_layers, page_ids.shape[0], self.num_kv_heads, self.page_size, self.head_dim)
         for name, x in (("block.k", block.k), ("block.v", block.v)):
@@ -222,7 +225,7 @@ class KVCache:
 
 def check_layer(layer: int | ArrayLike, num_layers: int) -> None:
     """Raises ValueError where a static layer index is out of range; a traced one cannot be seen."""
-    if isinstance(layer, int) and not 0 <= layer < num_layers:
+    if isinstance(layer, int | np.integer) and not 0 <= layer < num_layers:
         raise ValueError(f"`layer` must be from 0 to num_layers - 1 = {num_layers - 1}; got {layer}.")
 
 
@@ -241,7 +244,9 @@ def _update_in_loop(pools: tuple[Array, Array], starts: Array, windows: tuple[Ar
     """One slice update a window; a branch drops the padding. For 16-bit caches on the CPU of JAX 0.10, whose scatter
     first widens a copy of the whole pool to float32. An update does so value by value: slow too, but without memory.
     """
-    num_pages = pools[0].shape[1]
+    shape = jnp.array(pools[0].shape)
+    if starts.shape[0] == 0:
+        return pools
 
     def body(i: Array, pools: tuple[Array, ...]) -> tuple[Array, ...]:
         start = tuple(starts[i])
@@ -251,6 +256,7 @@ def _update_in_loop(pools: tuple[Array, Array], starts: Array, windows: tuple[Ar
                 lax.dynamic_update_slice(pool, new[i], start) for pool, new in zip(pools, windows, strict=True)
             )
 
-        return lax.cond(start[1] < num_pages, put, lambda *pools: pools, *pools)
+        in_range = jnp.all((starts[i] >= 0) & (starts[i] < shape))
+        return lax.cond(in_range, put, lambda *pools: pools, *pools)
 
     return lax.fori_loop(0, starts.shape[0], body, pools)

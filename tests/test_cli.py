@@ -456,6 +456,7 @@ def test_generate_interrupted_exits_with_130_and_no_traceback(generate, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.Engine, "step", interrupted)
+    monkeypatch.setattr(cli, "_leave", sys.exit)
     assert generate("the hen") == (130, "", "")
 
 

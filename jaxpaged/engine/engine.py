@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 
 from jaxpaged.config import CacheConfig
@@ -60,16 +61,21 @@ class Engine:
         model: A pytree that is called as `logits, cache = model(cache, batch)`: see `jaxpaged.engine.runner.Model`. One
             with a true attribute `compiles_itself` is called as it is; any other is compiled with the sampling.
         cache_config: Shape of the cache; `Llama.cache_config` makes it.
-        scheduler_config: Limits of a step.
+        scheduler_config: Limits of a step. A model's `max_position` lowers `max_model_len`, and its `vocab_size` bounds
+            token ids, where it has these attributes.
     """
 
     def __init__(self, model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig | None = None):
         config = scheduler_config or SchedulerConfig()
+        config.check()
+        context = getattr(model, "max_position", config.max_model_len)
+        config = dataclasses.replace(config, max_model_len=min(config.max_model_len, context))
         cache = KVCache.create(**dataclasses.asdict(cache_config))
         self.pages = PageAllocator(cache.num_pages, cache.page_size)
         self.scheduler = Scheduler(config, self.pages)
         whole = not getattr(model, "compiles_itself", False)
         self.runner = Runner(model, cache, self.pages, config, compile_whole=whole)
+        self._vocab_size: int | None = getattr(model, "vocab_size", None)
         self._ids = itertools.count()
         self._num_steps = 0
 
@@ -77,17 +83,29 @@ class Engine:
         """Queues a prompt and returns the id under which its tokens will come.
 
         Raises:
-            ValueError: The prompt is empty or as long as the context, or a sampling parameter is out of range.
+            ValueError: The prompt is empty or as long as the context, a token id is not in the vocabulary, or a
+                sampling parameter is out of range.
+            TypeError: A token id or a count is not an integer.
             OutOfPagesError: The pool is too small for this request alone.
         """
         return self._add(prompt_token_ids, params or SamplingParams()).request_id
 
     def step(self) -> list[NewToken]:
-        """Computes one step. Empty when nothing is left to do, or while a long prompt is still being read."""
+        """Computes one step. Empty when nothing is left to do, or while a long prompt is still being read.
+
+        When a step fails, or is interrupted, what its requests had computed may be gone with the cache that it owned:
+        they all start over, with the tokens that they have generated, at the next call.
+        """
         plan = self.scheduler.schedule()
         if plan is None:
             return []
-        progressed = self.scheduler.update(plan, self.runner.run(plan))
+        try:
+            token_ids = self.runner.run(plan)
+        except BaseException:
+            self.scheduler.preempt_all()
+            self.runner.restore_cache()
+            raise
+        progressed = self.scheduler.update(plan, token_ids)
         self._num_steps += 1
         return [
             NewToken(request_id=r.request_id, token_id=r.output_token_ids[-1], finish_reason=r.finish_reason)
@@ -116,9 +134,14 @@ class Engine:
             One output a prompt, in the order given.
 
         Raises:
-            ValueError, OutOfPagesError: As `add_request`, before anything is computed. Whatever is raised, no request
-                of this call stays behind.
+            ValueError, TypeError, OutOfPagesError: As `add_request`, before anything is computed. Whatever is raised,
+                no request of this call stays behind.
+            RuntimeError: Requests of `add_request` are unfinished: their tokens would have nowhere to go.
         """
+        if self.has_unfinished():
+            raise RuntimeError(
+                "`generate` must have the engine to itself; requests are unfinished. Step them to the end."
+            )
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -148,15 +171,32 @@ class Engine:
 
     def _add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
         params.check()
-        limit = self.scheduler.config.max_model_len
+        token_ids = self._checked(prompt_token_ids)
         request = Request(
             request_id=next(self._ids),
-            prompt_token_ids=tuple(int(t) for t in prompt_token_ids),
+            prompt_token_ids=token_ids,
             params=params,
-            max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, limit),
+            max_tokens=min(len(token_ids) + params.max_new_tokens, self.scheduler.config.max_model_len),
         )
         self.scheduler.add(request)
         return request
+
+    def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        limit = 2**31 if self._vocab_size is None else self._vocab_size
+        checked = []
+        for place, token_id in enumerate(token_ids):
+            try:
+                checked.append(operator.index(token_id))
+            except TypeError as error:
+                raise TypeError(
+                    f"`prompt_token_ids[{place}]` must be an integer; got {token_id!r}. Encode it."
+                ) from error
+            if not 0 <= checked[-1] < limit:
+                raise ValueError(
+                    f"`prompt_token_ids[{place}]` must be from 0 to vocab_size - 1 = {limit - 1}; got {token_id}. "
+                    "Does the tokenizer belong to this model?"
+                )
+        return tuple(checked)
 
 
 def _output(request: Request) -> RequestOutput:

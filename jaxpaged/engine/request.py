@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -25,7 +27,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Raises ValueError for a number out of range, by name."""
+        """Raises ValueError for a number out of range, TypeError for a count that is none, by name."""
+        for name in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool):
+                raise TypeError(f"`{name}` must be an integer; got {value!r}.")
         rules = {
             "max_new_tokens": (self.max_new_tokens >= 1, "be at least 1"),
             "temperature": (0 <= self.temperature <= 3e38, "be finite and not negative"),  # float32 ends at 3.4e38

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.batch import Batch
@@ -51,6 +52,12 @@ class Runner:
         batch, sampling = self.make_batch(plan), self.make_sampling(plan)
         token_ids, self.cache = self._step(self.model, self.cache, batch, sampling)
         return np.asarray(token_ids)[: len(plan.requests)].tolist()
+
+    def restore_cache(self) -> None:
+        """An empty cache in place of one that a failed step took with it."""
+        if self.cache.k_pages.is_deleted() or self.cache.v_pages.is_deleted():
+            shape, dtype = self.cache.k_pages.shape, self.cache.dtype
+            self.cache = KVCache(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype))
 
     def make_batch(self, plan: StepPlan) -> Batch:
         """The arrays of a step, padded to bucketed shapes."""

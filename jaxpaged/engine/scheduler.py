@@ -108,6 +108,9 @@ class Scheduler:
             scheduled.append((request, num_new))
             budget -= num_new
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
+        if not scheduled and self.waiting:  # each one fits the pool alone, so somebody else holds pages
+            needed = cdiv(self.waiting[0].num_tokens, self.pages.page_size)
+            raise OutOfPagesError(needed, self.pages.num_free_pages, "The oldest request, alone in the engine,")
         if not scheduled:
             return None
         requests, num_new_tokens = zip(*scheduled, strict=True)
@@ -131,6 +134,11 @@ class Scheduler:
             elif request.num_tokens >= request.max_tokens:
                 self._finish(request, FinishReason.LENGTH)
         return progressed
+
+    def preempt_all(self) -> None:
+        """Makes every running request start over: what they had computed is lost."""
+        while self.running:
+            self._preempt_last()
 
     def drop(self, request: Request) -> None:
         """Forgets a request, wherever it is, and frees its pages."""
@@ -156,14 +164,17 @@ class Scheduler:
     def _make_room(self, request: Request, num_new: int) -> bool:
         """Preempts from the end of the running requests until `request` can grow; False if it was preempted itself."""
         while self.pages.num_pages_needed(request.request_id, num_new) > self.pages.num_free_pages:
-            victim = self.running.pop()
-            self.pages.free(victim.request_id)
-            victim.num_computed_tokens = 0
-            self.waiting.appendleft(victim)
-            self.num_preemptions += 1
-            if victim is request:
+            if self._preempt_last() is request:
                 return False
         return True
+
+    def _preempt_last(self) -> Request:
+        victim = self.running.pop()
+        self.pages.free(victim.request_id)
+        victim.num_computed_tokens = 0
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+        return victim
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

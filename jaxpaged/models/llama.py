@@ -6,7 +6,7 @@ copies every layer's weights before it uses them, so there each layer is a call 
 """
 
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,9 @@ class Llama(nnx.Module):
         layer_loop: LayerLoop = "unroll",
         rngs: nnx.Rngs,
     ):
+        for name, value, known in (("layer_loop", layer_loop, LayerLoop), ("backend", backend, Backend)):
+            if value not in get_args(known):
+                raise ValueError(f"`{name}` must be one of {', '.join(get_args(known))}; got {value!r}.")
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.layer_loop = layer_loop
@@ -103,6 +106,12 @@ class Llama(nnx.Module):
 
     def __call__(self, cache: KVCache, batch: Batch) -> tuple[Float[Array, "num_seqs vocab_size"], KVCache]:
         """Logits after the last new token of each sequence, float32, and the cache with all new tokens in it."""
+        c, shape = self.config, (cache.num_layers, cache.num_kv_heads, cache.head_dim)
+        if shape != (c.num_layers, c.num_kv_heads, c.head_dim):
+            raise ValueError(
+                "`cache` must have (num_layers, num_kv_heads, head_dim) = "
+                f"{(c.num_layers, c.num_kv_heads, c.head_dim)}; got {shape}. Make it from `cache_config`."
+            )
         x, rope = _enter(self.embed[...], batch, self.config)
         if isinstance(self.layers, nnx.List):
             for layer, block in enumerate(self.layers):
@@ -118,6 +127,16 @@ class Llama(nnx.Module):
             (x, cache), _ = lax.scan(body, (x, cache), layers, unroll=self.layer_loop == "unroll")
         head = self.embed if self.lm_head is None else self.lm_head
         return _exit(x, batch, self.final_norm[...], head[...], self.config.rms_norm_eps), cache
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that it knows."""
+        return self.config.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        """Context length, in tokens."""
+        return self.config.max_position
 
     @property
     def compiles_itself(self) -> bool:

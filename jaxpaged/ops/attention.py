@@ -1,10 +1,12 @@
 """`paged_attention`: validates its arguments, chooses a backend, calls it. The way in to every kernel."""
 
 import functools
+import math
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -12,7 +14,7 @@ from jaxpaged.batch import Batch
 from jaxpaged.config import AttentionConfig
 from jaxpaged.kv_cache import KVCache, check_layer
 from jaxpaged.ops import triton
-from jaxpaged.ops.plan import AttentionPlan
+from jaxpaged.ops.plan import AttentionPlan, PlanKey, check_plan
 from jaxpaged.ops.reference import paged_attention_reference
 from jaxpaged.ops.xla import paged_attention_xla
 
@@ -82,10 +84,17 @@ def paged_attention(
     Source: PagedAttention (Kwon et al., 2023, section 4.1); sinks: StreamingLLM (Xiao et al., 2024, section 3.2);
         ALiBi (Press et al., 2022, section 3).
     """
+    _require_arrays(q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens)
+    _require_arrays(cu_q_lens=cu_q_lens, sinks=sinks, alibi_slopes=alibi_slopes)
     if k_pages.ndim == 4 and v_pages.ndim == 4 and layer is None:
         k_pages, v_pages, layer = k_pages[None], v_pages[None], 0
     _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens)
-    _validate_options(q, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend)
+    _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend)
+    if plan is not None:
+        check_plan(plan, PlanKey(len(page_table), len(q), cu_q_lens is not None, sliding_window, causal))
+    # Host arrays may come from numpy, and are indexed by traced numbers below.
+    page_table, seq_lens = jnp.asarray(page_table), jnp.asarray(seq_lens)
+    cu_q_lens, sinks, alibi_slopes = (None if x is None else jnp.asarray(x) for x in (cu_q_lens, sinks, alibi_slopes))
     options = {
         "layer": layer,
         "cu_q_lens": cu_q_lens,
@@ -98,7 +107,7 @@ def paged_attention(
     }
     by_xla = functools.partial(paged_attention_xla, **options)
     by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
-    arrays = (q, k_pages, v_pages, jnp.asarray(page_table), jnp.asarray(seq_lens))
+    arrays = (q, k_pages, v_pages, page_table, seq_lens)
     unsupported = None
     if backend in ("auto", "triton", "interpret"):
         unsupported = triton.why_unsupported(q, k_pages, v_pages)
@@ -166,6 +175,12 @@ def why_not_on(platform: str, backend: Backend) -> str | None:
     return None
 
 
+def _require_arrays(**arrays) -> None:
+    for name, x in arrays.items():
+        if x is not None and not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(f"`{name}` must be an array; got {type(x).__name__}.")
+
+
 def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> None:
     if q.ndim != 3:
         raise ValueError(f"`q` must have shape (num_tokens, num_q_heads, head_dim); got {q.shape}.")
@@ -217,10 +232,12 @@ def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> No
             raise TypeError(f"`{name}` must be int32; got {x.dtype}.")
 
 
-def _validate_options(q, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend) -> None:
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"`logits_soft_cap` must be > 0, or None for no cap; got {logits_soft_cap}.")
-    if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 1):
+def _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend) -> None:
+    if sm_scale is not None and not math.isfinite(sm_scale):
+        raise ValueError(f"`sm_scale` must be finite, or None for head_dim ** -0.5; got {sm_scale}.")
+    if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
+        raise ValueError(f"`logits_soft_cap` must be > 0 and finite, or None for no cap; got {logits_soft_cap}.")
+    if sliding_window is not None and (not isinstance(sliding_window, int) or not 1 <= sliding_window < 2**31):
         raise ValueError(
             f"`sliding_window` must be an int >= 1, the tokens that a query sees, itself included, or None; got "
             f"{sliding_window!r}."

@@ -87,6 +87,16 @@ class AttentionPlan:
     config: AttentionConfig = dataclasses.field(metadata={"static": True})
 
 
+def check_plan(plan: AttentionPlan, key: PlanKey) -> None:
+    """Raises TypeError for what is no plan, ValueError for one that was made for other queries or options."""
+    if not isinstance(plan, AttentionPlan):
+        raise TypeError(f"`plan` must be an AttentionPlan, from make_plan, or None; got {type(plan).__name__}.")
+    if plan.made_for != key:
+        raise ValueError(
+            f"`plan` must be made for {key}; got one for {plan.made_for}. Make one a step for each window."
+        )
+
+
 def make_plan(
     seq_lens: Int32[Array, " num_seqs"],
     cu_q_lens: Int32[Array, " num_seqs_plus_one"] | None = None,

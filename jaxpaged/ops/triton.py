@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.config import AttentionConfig, cdiv
-from jaxpaged.ops.plan import AttentionPlan, PlanKey, Share, Tile, make_plan
+from jaxpaged.ops.plan import AttentionPlan, PlanKey, Share, Tile, check_plan, make_plan
 
 try:
     from jax.experimental.pallas import triton
@@ -266,11 +266,7 @@ def paged_attention_triton(
         plan = make_plan(
             seq_lens, cu_q_lens, num_tokens=num_tokens, sliding_window=sliding_window, causal=causal, config=config
         )
-    key = PlanKey(seq_lens.shape[0], num_tokens, cu_q_lens is not None, sliding_window, causal)
-    if plan.made_for != key:
-        raise ValueError(
-            f"`plan` must be made for {key}; got one for {plan.made_for}. Make one a step for each window."
-        )
+    check_plan(plan, PlanKey(seq_lens.shape[0], num_tokens, cu_q_lens is not None, sliding_window, causal))
     config = config or plan.config
     num_programs = plan.shares.shape[0]
     rows = plan.block_q * num_q_heads // num_kv_heads
