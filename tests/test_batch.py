@@ -119,3 +119,30 @@ def test_locate_tokens_of_a_decode_batch_takes_the_last_position():
     assert row.tolist() == [0, 0, 2]
     assert position.tolist() == [8, 0, 4]
     assert live.tolist() == [True, False, True]
+
+
+def test_check_batch_values_of_a_page_that_another_row_reads_is_refused():
+    batch = dataclasses.replace(
+        decode_batch(),
+        positions=np.array([5, 7, 0], np.int32),
+        slot_mapping=np.array([13, 11, 32], np.int32),
+        page_table=np.array([[2, 3], [7, 2], [0, 0]], np.int32),
+        seq_lens=np.array([6, 8, 0], np.int32),
+    )
+    with pytest.raises(
+        ValueError, match=r"`slot_mapping\[1\]` must lie in a page that no other sequence holds; got 11"
+    ):
+        jp.check_batch_values(batch, **POOL)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("positions", np.zeros(2, np.int32), "must be as long as `token_ids`, 3"),
+        ("token_ids", np.zeros(3, np.float32), "`token_ids` must be integers with 1 axes; got float32"),
+        ("page_table", np.zeros(3, np.int32), "`page_table` must be integers with 2 axes"),
+    ],
+)
+def test_check_batch_values_of_arrays_that_do_not_fit_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        jp.check_batch_values(dataclasses.replace(decode_batch(), **{field: value}), **POOL)

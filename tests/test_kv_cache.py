@@ -185,3 +185,16 @@ def test_nbytes_per_page_counts_k_and_v_of_all_layers():
     assert cache.nbytes_per_page * cache.num_pages == cache.k_pages.nbytes + cache.v_pages.nbytes
     assert (cache.num_layers, cache.num_pages, cache.num_kv_heads, cache.page_size, cache.head_dim) == (3, 6, 2, 4, 8)
     assert cache.num_slots == SLOTS
+
+
+@pytest.mark.usefixtures("either_update")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_write_and_copy_of_nothing_or_out_of_range_change_nothing(dtype):
+    cache = make_cache(dtype, fill=3)
+    k, v = random_tokens(3, dtype)
+    none = jnp.zeros(0, jnp.int32)
+    chex.assert_trees_all_equal(cache.write(0, k[:0], v[:0], none), cache)
+    chex.assert_trees_all_equal(cache.copy_pages(none, none), cache)
+    chex.assert_trees_all_equal(cache.write(0, k, v, jnp.array([-1, -17, SLOTS])), cache)
+    with pytest.raises(TypeError, match="`page_ids` must be integers"):
+        cache.import_pages(jnp.array([1.5]), cache.export_pages(jnp.array([1])))

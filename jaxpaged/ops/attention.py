@@ -92,8 +92,7 @@ def paged_attention(
     _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend)
     if plan is not None:
         check_plan(plan, PlanKey(len(page_table), len(q), cu_q_lens is not None, sliding_window, causal))
-    # Host arrays may come from numpy, and are indexed by traced numbers below.
-    page_table, seq_lens = jnp.asarray(page_table), jnp.asarray(seq_lens)
+    arrays = tuple(jnp.asarray(x) for x in (q, k_pages, v_pages, page_table, seq_lens))
     cu_q_lens, sinks, alibi_slopes = (None if x is None else jnp.asarray(x) for x in (cu_q_lens, sinks, alibi_slopes))
     options = {
         "layer": layer,
@@ -107,7 +106,6 @@ def paged_attention(
     }
     by_xla = functools.partial(paged_attention_xla, **options)
     by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
-    arrays = (q, k_pages, v_pages, page_table, seq_lens)
     unsupported = None
     if backend in ("auto", "triton", "interpret"):
         unsupported = triton.why_unsupported(q, k_pages, v_pages)

@@ -198,3 +198,76 @@ def test_run_with_page_copies_makes_them_before_it_writes(model):
 
 def test_bucket_rounds_up_to_powers_of_two():
     assert [runner.bucket(n) for n in (1, 2, 3, 4, 5, 17, 64)] == [1, 2, 4, 4, 8, 32, 64]
+
+
+def test_step_that_fails_makes_its_requests_start_over_with_the_same_tokens(model, monkeypatch):
+    """Once before the model has run, and once after it took the cache with it."""
+    expected = [solo(model, prompt, SAMPLED) for prompt in PROMPTS[:2]]
+    for fails_after in (False, True):
+        engine = make_engine(model)
+        run, calls = engine.runner.run, []
+
+        def failing(plan, run=run, calls=calls, fails_after=fails_after, engine=engine):
+            calls.append(plan)
+            if len(calls) in (1, 4):
+                if fails_after:
+                    engine.runner.cache.k_pages.delete()
+                raise KeyboardInterrupt
+            return run(plan)
+
+        monkeypatch.setattr(engine.runner, "run", failing)
+        ids = [engine.add_request(prompt, SAMPLED) for prompt in PROMPTS[:2]]
+        got: dict[int, list[int]] = {i: [] for i in ids}
+        interrupts = 0
+        while engine.has_unfinished():
+            try:
+                for token in engine.step():
+                    got[token.request_id].append(token.token_id)
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 2
+        assert [tuple(got[i]) for i in ids] == expected
+        assert engine.pages.num_free_pages == 79
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([1, 64], ValueError, r"`prompt_token_ids\[1\]` must be from 0 to vocab_size - 1 = 63; got 64"),
+        ([-1], ValueError, r"`prompt_token_ids\[0\]` must be from 0 to vocab_size - 1 = 63; got -1"),
+        ([1.5], TypeError, r"`prompt_token_ids\[0\]` must be an integer; got 1.5"),
+        ("12", TypeError, r"`prompt_token_ids\[0\]` must be an integer; got '1'"),
+    ],
+)
+def test_add_request_of_what_is_no_token_is_refused(model, prompt, error, message):
+    engine = make_engine(model)
+    with pytest.raises(error, match=message):
+        engine.add_request(prompt)
+    assert not engine.has_unfinished()
+
+
+def test_generate_while_requests_are_unfinished_is_refused(model):
+    engine = make_engine(model)
+    engine.add_request(PROMPTS[0])
+    with pytest.raises(RuntimeError, match="`generate` must have the engine to itself"):
+        engine.generate(PROMPTS[:1])
+
+
+def test_engine_ends_at_the_context_of_its_model(model):
+    engine = make_engine(model, limits=SchedulerConfig())
+    with pytest.raises(ValueError, match="shorter than the context of 96 tokens"):
+        engine.add_request([1] * 96)
+
+
+def test_step_without_pages_that_somebody_else_holds_says_so(model):
+    engine = make_engine(model, 8)
+    engine.pages.add("mine", 20)
+    with pytest.raises(jp.OutOfPagesError, match="The oldest request, alone in the engine, needs 5 pages; 2 are free"):
+        engine.generate([PROMPTS[1]], SamplingParams(max_new_tokens=5))
+    assert engine.pages.num_free_pages == 2
+
+
+def test_model_over_a_cache_of_another_shape_is_refused(model):
+    config = dataclasses.replace(model.cache_config(num_pages=8), num_layers=1)
+    with pytest.raises(ValueError, match=r"`cache` must have .* = \(2, 2, 8\); got \(1, 2, 8\)"):
+        Engine(model, config).generate([[1]])

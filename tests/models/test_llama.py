@@ -117,10 +117,12 @@ def test_llama_step_on_the_cpu_copies_no_cache_and_at_most_one_layer(dtype, new)
     cache, batch = jax.tree.map(jnp.zeros_like, make_cache(dtype, num_pages)), batch_of(TOKENS, new)
     by_scan, by_calls = make_model("scan", dtype=dtype), make_model("calls", dtype=dtype)
     x, rope = llama._enter(by_calls.embed[...], batch, CONFIG)
-    steps = {
-        "scan": jax.jit(lambda m, c, b: m(c, b), donate_argnums=1).lower(by_scan, cache, batch),
-        "calls": llama._call_block.lower(by_calls.layers[0], x, cache, batch, jnp.int32(1), rope),
-    }
+    steps = {"calls": llama._call_block.lower(by_calls.layers[0], x, cache, batch, jnp.int32(1), rope)}
+    # JAX 0.10 widens 16-bit weights and cache on a CPU: stacked weights all at once, and at each update it passes over
+    # the pool, if without a copy in memory. A model on a CPU runs by calls.
+    widens = dtype != jnp.float32 and jax.__version_info__ < (0, 11)
+    if not widens:
+        steps["scan"] = jax.jit(lambda m, c, b: m(c, b), donate_argnums=1).lower(by_scan, cache, batch)
     pool = cache.k_pages.nbytes
     layer = sum(x.nbytes for x in jax.tree.leaves(by_scan.layers)) // CONFIG.num_layers
     for name, lowered in steps.items():
@@ -128,7 +130,7 @@ def test_llama_step_on_the_cpu_copies_no_cache_and_at_most_one_layer(dtype, new)
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= 2 * pool, name
         assert memory.temp_size_in_bytes < layer + 2**18, name
-        if dtype == jnp.float32 or jax.__version_info__ >= (0, 11):  # before, a 16-bit update passes over the pool
+        if not widens:
             assert hlo_copies(compiled.as_text(), pool) == [], name
 
 

@@ -283,8 +283,16 @@ def test_paged_attention_auto_of_what_triton_cannot_do_takes_xla():
             r"`cu_q_lens` must have shape \(num_seqs \+ 1,\) = \(4,\); got \(3,\)\.",
         ),
         ({"cu_q_lens": lambda c: c.astype(jnp.int16)}, TypeError, r"`cu_q_lens` must be int32; got int16\."),
-        ({"logits_soft_cap": 0.0}, ValueError, r"`logits_soft_cap` must be > 0, or None for no cap; got 0\.0\."),
-        ({"logits_soft_cap": np.nan}, ValueError, r"`logits_soft_cap` must be > 0, or None for no cap; got nan\."),
+        (
+            {"logits_soft_cap": 0.0},
+            ValueError,
+            r"`logits_soft_cap` must be > 0 and finite, or None for no cap; got 0\.0\.",
+        ),
+        (
+            {"logits_soft_cap": np.nan},
+            ValueError,
+            r"`logits_soft_cap` must be > 0 and finite, or None for no cap; got nan\.",
+        ),
         ({"sliding_window": 0}, ValueError, r"`sliding_window` must be an int >= 1.*itself included, or None; got 0\."),
         ({"sliding_window": 2.5}, ValueError, r"`sliding_window` must be an int >= 1.*got 2\.5\."),
         ({"sinks": SINKS[:2]}, ValueError, r"`sinks` must have shape \(num_q_heads,\) = \(4,\); got \(2,\)\."),
@@ -301,3 +309,22 @@ def test_paged_attention_with_a_bad_argument_names_it(change, error, message):
     bad = {name: value(good[name]) if callable(value) else value for name, value in change.items()}
     with pytest.raises(error, match=message):
         jp.paged_attention(**{**good, **bad})
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference", "interpret", "auto"])
+def test_paged_attention_takes_numpy_arrays(backend):
+    case = make_case((5, 3), (2, 1), seed=3)
+    arrays = {k: v for k, v in vars(case).items() if not k.startswith("dense")}
+    out = jp.paged_attention(**arrays, sinks=SINKS, backend=backend)
+    assert_attention_close(out, oracle(case, sinks=SINKS)[0])
+
+
+def test_paged_attention_with_what_is_no_plan_or_another_is_refused():
+    case = make_case((5, 3))
+    with pytest.raises(TypeError, match="`plan` must be an AttentionPlan, from make_plan, or None; got str"):
+        jp.paged_attention(**case.arguments(), plan="x", backend="xla")
+    plan = jp.make_plan(case.seq_lens, num_tokens=2, sliding_window=3)
+    with pytest.raises(ValueError, match="`plan` must be made for PlanKey"):
+        jp.paged_attention(**case.arguments(), plan=plan, backend="xla")
+    with pytest.raises(TypeError, match="`q` must be an array; got list"):
+        jp.paged_attention(**{**case.arguments(), "q": [1.0]})
