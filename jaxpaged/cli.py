@@ -147,8 +147,15 @@ def _generate(args: argparse.Namespace) -> None:
         begin = time.perf_counter()
         outputs = _run(args, engine, tokenizer, prompts, prompt_token_ids, params)
     except (ValueError, ModuleNotFoundError, NotImplementedError, OutOfPagesError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(_with_flags(str(error), args)) from error
     _summarise(engine, outputs, max(max_tokens), time.perf_counter() - begin)
+
+
+def _with_flags(message: str, args: argparse.Namespace) -> str:
+    """A message of the library, with the flag in the place of an argument that it sets."""
+    for name in vars(args):
+        message = message.replace(f"`{name}`", f"`--{name.replace('_', '-')}`")
+    return message
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
@@ -303,12 +310,12 @@ def _summarise(engine: Engine, outputs: list[RequestOutput], max_len: int, secon
     stats, page_size = engine.stats(), engine.pages.page_size
     num_tokens = sum(len(o.token_ids) for o in outputs)
     num_pages, batch = stats.peak_num_pages, min(len(outputs), engine.scheduler.config.max_num_seqs)
-    contiguous = batch * max_len * stats.nbytes_per_page // page_size
+    paged, contiguous = num_pages * stats.nbytes_per_page, batch * max_len * stats.nbytes_per_page // page_size
+    saved = f"{_size(contiguous - paged)} less" if paged <= contiguous else f"{_size(paged - contiguous)} more"
     print(
         f"{num_tokens} token{'s' * (num_tokens != 1)} in {seconds:.1f} s, compilation included. "
         f"KV cache: {num_pages} page{'s' * (num_pages != 1)} of {page_size} tokens, "
-        f"{_size(num_pages * stats.nbytes_per_page)}; "
-        f"a contiguous [{batch}, {max_len}] cache would take {_size(contiguous)}.",
+        f"{_size(paged)}: {saved} than the {_size(contiguous)} of a contiguous [{batch}, {max_len}] cache.",
         file=sys.stderr,
     )
 

@@ -9,6 +9,7 @@ eagerly, each one copies the pool.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpaged.checks import as_count, require_arrays
 from jaxpaged.config import NULL_PAGE
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -65,16 +67,21 @@ class KVCache:
         Raises:
             ValueError: A size is not positive, `num_pages` leaves no page beside the null page, or the dtype is not one
                 that attention computes with.
+            TypeError: A size is not an integer.
         """
-        sizes = {"num_layers": num_layers, "page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"`{name}` must be at least 1; got {size}.")
-        if num_pages < 2:
-            raise ValueError(f"`num_pages` must be at least 2; got {num_pages}. Page 0 is the null page.")
-        if jnp.dtype(dtype).name not in _DTYPES:
-            raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}; got {jnp.dtype(dtype).name}.")
-        shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
+        shape = (
+            as_count(num_layers, "`num_layers`", minimum=1),
+            as_count(num_pages, "`num_pages`, the null page included,", minimum=2),
+            as_count(num_kv_heads, "`num_kv_heads`", minimum=1),
+            as_count(page_size, "`page_size`", minimum=1),
+            as_count(head_dim, "`head_dim`", minimum=1),
+        )
+        try:
+            name = jnp.dtype(dtype).name
+        except TypeError:
+            name = repr(dtype)
+        if name not in _DTYPES:
+            raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}; got {name}.")
         # Two arrays, never one array twice: donating the same buffer twice is an error.
         return cls(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype))
 
@@ -134,8 +141,9 @@ class KVCache:
 
         Raises:
             ValueError: The shapes do not fit, or a static `layer` is out of range.
-            TypeError: `slot_mapping` is not of integers.
+            TypeError: `slot_mapping` is not of integers, or an argument is not an array.
         """
+        require_arrays(k=k, v=v, slot_mapping=slot_mapping)
         expected = (slot_mapping.shape[0] if slot_mapping.ndim else 0, self.num_kv_heads, self.head_dim)
         for name, x in (("k", k), ("v", v)):
             if x.shape != expected or slot_mapping.ndim != 1:
@@ -164,8 +172,18 @@ class KVCache:
         """K and V of one layer as dense arrays, zero past each sequence's end: for people and tests.
 
         `max_len` is `max_pages * page_size`. Takes memory and time in proportion to it.
+
+        Raises:
+            ValueError: The shapes do not fit, or a static `layer` is out of range.
+            TypeError: An argument is not an array.
         """
+        require_arrays(page_table=page_table, seq_lens=seq_lens)
         check_layer(layer, self.num_layers)
+        if page_table.ndim != 2 or seq_lens.shape != page_table.shape[:1]:
+            raise ValueError(
+                "`page_table` must have shape (num_seqs, max_pages) and `seq_lens` (num_seqs,); got "
+                f"{page_table.shape} and {seq_lens.shape}."
+            )
         num_seqs, max_pages = page_table.shape
         live = jnp.arange(max_pages * self.page_size) < seq_lens[:, None]
         owned = jnp.arange(max_pages) < -(-seq_lens[:, None] // self.page_size)
@@ -182,22 +200,31 @@ class KVCache:
 
         All sources are read before any destination is written. Destinations must be distinct; one of `num_pages` or
         more is dropped.
+
+        Raises:
+            ValueError, TypeError: As `export_pages` for sources and `import_pages` for destinations.
         """
         return self.import_pages(dst_page_ids, self.export_pages(src_page_ids))
 
     def export_pages(self, page_ids: Int[Array, "num_exported"]) -> PageBlock:
-        """Cuts out whole pages, all layers, in the order given."""
+        """Cuts out whole pages, all layers, in the order given.
+
+        Raises:
+            ValueError: An id is out of range. A traced id cannot be seen; from outside the pool it reads another page.
+            TypeError: `page_ids` are not integers in one row.
+        """
+        _check_page_ids(page_ids, lambda ids: (ids >= 0) & (ids < self.num_pages), f"be from 0 to {self.num_pages - 1}")
         return PageBlock(k=self.k_pages[:, page_ids], v=self.v_pages[:, page_ids])
 
     def import_pages(self, page_ids: Int[Array, "num_exported"], block: PageBlock) -> "KVCache":
         """Puts the pages of `block` into the pool at `page_ids`, which are distinct; `num_pages` or more is dropped.
 
         Raises:
-            ValueError: The block's pages are of another shape than the pool's, or there are more or fewer than ids.
-            TypeError: The block is of another dtype.
+            ValueError: The block's pages are of another shape than the pool's, or there are more or fewer than ids, or
+                an id is negative, the null page's, or given twice (as far as ids are not traced).
+            TypeError: The block is of another dtype, or `page_ids` are not integers in one row.
         """
-        if page_ids.ndim != 1 or not jnp.issubdtype(page_ids.dtype, jnp.integer):
-            raise TypeError(f"`page_ids` must be integers [num_pages]; got {page_ids.dtype} {page_ids.shape}.")
+        _check_page_ids(page_ids, _are_targets, "be distinct, and none of them negative or the null page, 0")
         page_ids = jnp.asarray(page_ids, jnp.int32)
         shape = (self.num_layers, page_ids.shape[0], self.num_kv_heads, self.page_size, self.head_dim)
         for name, x in (("block.k", block.k), ("block.v", block.v)):
@@ -221,6 +248,24 @@ class KVCache:
         update = functools.partial(lax.platform_dependent, cpu=on_cpu, default=_update_by_scatter)
         k_pages, v_pages = update((self.k_pages, self.v_pages), starts, (k.astype(self.dtype), v.astype(self.dtype)))
         return KVCache(k_pages=k_pages, v_pages=v_pages)
+
+
+def _check_page_ids(page_ids: ArrayLike, rule: Callable[[np.ndarray], np.ndarray], expected: str) -> None:
+    """Raises TypeError for what is no row of integers, ValueError for values that break `rule`, if they are known."""
+    require_arrays(page_ids=page_ids)
+    if page_ids.ndim != 1 or not jnp.issubdtype(page_ids.dtype, jnp.integer):
+        raise TypeError(f"`page_ids` must be integers [num_pages]; got {page_ids.dtype} {page_ids.shape}.")
+    if not isinstance(page_ids, jax.core.Tracer):
+        ids = np.asarray(page_ids)
+        wrong = ids[~rule(ids)]
+        if wrong.size:
+            raise ValueError(f"`page_ids` must {expected}; got {wrong[0]} among {ids.size}.")
+
+
+def _are_targets(ids: np.ndarray) -> np.ndarray:
+    first_use = np.zeros(ids.size, bool)
+    first_use[np.unique(ids, return_index=True)[1]] = True
+    return first_use & (ids > NULL_PAGE)
 
 
 def check_layer(layer: int | ArrayLike, num_layers: int) -> None:

@@ -202,8 +202,9 @@ def test_generate_summary_counts_pages_bytes_and_the_contiguous_cache(generate, 
     _, _, err = generate(*arguments)
     assert re.fullmatch(
         rf"{3 * NUM_NEW} tokens in \d+\.\d s, compilation included\. "
-        rf"KV cache: {num_pages} pages of 3 tokens, {num_pages * 3 * NBYTES_PER_TOKEN / 1024:.1f} KiB; "
-        rf"a contiguous \[3, {max_len}\] cache would take {3 * max_len * NBYTES_PER_TOKEN / 1024:.1f} KiB\.\n",
+        rf"KV cache: {num_pages} pages of 3 tokens, {num_pages * 3 * NBYTES_PER_TOKEN / 1024:.1f} KiB: "
+        rf"{(max_len - num_pages) * 3 * NBYTES_PER_TOKEN / 1024:.1f} KiB less than the "
+        rf"{3 * max_len * NBYTES_PER_TOKEN / 1024:.1f} KiB of a contiguous \[3, {max_len}\] cache\.\n",
         err,
     )
 
@@ -223,8 +224,15 @@ def test_summarise_of_more_prompts_than_run_together_compares_with_one_batch(cap
     )
     cli._summarise(Done(), [output] * 70, 48, 1.0)
     assert capsys.readouterr().err.endswith(
-        "KV cache: 128 pages of 16 tokens, 256.0 MiB; a contiguous [64, 48] cache would take 384.0 MiB.\n"
+        "KV cache: 128 pages of 16 tokens, 256.0 MiB: 128.0 MiB less than the 384.0 MiB of a contiguous [64, 48] cache.\n"
     )
+
+
+def test_generate_summary_where_paging_takes_more_says_so(generate):
+    """One token fills one slot of a page of 256."""
+    _, _, err = generate("t", "--page-size", "256", "--max-new-tokens", "1")
+    assert "KV cache: 1 page of 256 tokens, " in err
+    assert re.search(r" KiB more than the \d+\.\d KiB of a contiguous \[1, \d\] cache\.\n$", err)
 
 
 # Where prompts come from
@@ -273,21 +281,21 @@ def test_generate_with_prompts_on_both_sides_of_a_flag_takes_them_in_order(recor
             ("the", "--backend", "triton"),
             "`--backend triton` cannot run here: it needs an NVIDIA GPU, and JAX sees only",
         ),
-        (("the", "--max-new-tokens", "0"), "`max_new_tokens` must be at least 1; got 0."),
-        (("the", "--temperature", "-1"), "`temperature` must be finite and not negative; got -1.0."),
-        (("the", "--temperature", "nan"), "`temperature` must be finite and not negative; got nan."),
-        (("the", "--temperature", "1e39"), "`temperature` must be finite and not negative; got 1e+39."),
-        (("the", "--top-p", "0"), "`top_p` must be above 0 and at most 1; got 0.0."),
-        (("the", "--top-k", "-1"), "`top_k` must be 0 (all tokens) or more; got -1."),
-        (("the", "hen", "--seed", "4294967295"), "`seed` must fit 32 bits without a sign; got 4294967296."),
+        (("the", "--max-new-tokens", "0"), "`--max-new-tokens` must be at least 1; got 0."),
+        (("the", "--temperature", "-1"), "`--temperature` must be finite and not negative; got -1.0."),
+        (("the", "--temperature", "nan"), "`--temperature` must be finite and not negative; got nan."),
+        (("the", "--temperature", "1e39"), "`--temperature` must be finite and not negative; got 1e+39."),
+        (("the", "--top-p", "0"), "`--top-p` must be above 0 and at most 1; got 0.0."),
+        (("the", "--top-k", "-1"), "`--top-k` must be 0 (all tokens) or more; got -1."),
+        (("the", "hen", "--seed", "4294967295"), "`--seed` must fit 32 bits without a sign; got 4294967296."),
         (("the", "--page-size", "0"), "`--page-size` must be at least 1; got 0."),
         (("the", "--page-size", "257"), "`--page-size` must be at most the context of 256 tokens; got 257."),
-        (("the", "--num-pages", "1"), "`num_pages` must be at least 2; got 1. Page 0 is the null page."),
-        (("the", "--num-pages", "-3"), "`num_pages` must be at least 2; got -3."),
+        (("the", "--num-pages", "1"), "`--num-pages`, the null page included, must be an integer >= 2; got 1."),
+        (("the", "--num-pages", "-3"), "`--num-pages`, the null page included, must be an integer >= 2; got -3."),
         (("the", "--num-pages", "99999999999"), "no memory for 99999999999 pages of 16 tokens: RESOURCE_EXHAUSTED"),
         (
             ("the hen " * 8, "--num-pages", "3"),
-            "`prompt` of 41 tokens with up to 6 new ones, in pages of 16, needs 3 pages; 2 are free.",
+            "`prompt` of 41 tokens with up to 6 new ones, in pages of 16, needs 3 pages; 2 are free. Free a sequence, or enlarge the pool (`--num-pages`).",
         ),
         (("the", "a" * 256), "prompt 2 of 2 must be shorter than the context of 256 tokens"),
         (

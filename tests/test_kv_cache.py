@@ -146,10 +146,13 @@ def test_export_then_import_elsewhere_is_bit_equal(dtype):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"num_layers": 0}, ValueError, "`num_layers` must be at least 1; got 0"),
-        ({"page_size": 0}, ValueError, "`page_size` must be at least 1; got 0"),
-        ({"num_pages": 1}, ValueError, "`num_pages` must be at least 2; got 1. Page 0 is the null page"),
+        ({"num_layers": 0}, ValueError, "`num_layers` must be an integer >= 1; got 0"),
+        ({"page_size": 0}, ValueError, "`page_size` must be an integer >= 1; got 0"),
+        ({"num_pages": 1}, ValueError, "`num_pages`, the null page included, must be an integer >= 2; got 1"),
+        ({"num_pages": 4.0}, TypeError, r"`num_pages`, .*, must be an integer >= 2; got 4\.0 \(float\)"),
+        ({"head_dim": True}, TypeError, "`head_dim` must be an integer >= 1; got True"),
         ({"dtype": jnp.int32}, ValueError, "`dtype` must be one of float32, bfloat16, float16; got int32"),
+        ({"dtype": "foo"}, ValueError, "`dtype` must be one of float32, bfloat16, float16; got 'foo'"),
     ],
 )
 def test_create_with_a_bad_argument_names_it(change, error, message):
@@ -169,6 +172,36 @@ def test_write_with_bad_arguments_names_them():
         cache.write(3, k, v, slots)
     with pytest.raises(TypeError, match=r"`slot_mapping` must be of integers; got float32"):
         cache.write(0, k, v, slots.astype(jnp.float32))
+    with pytest.raises(TypeError, match=r"`slot_mapping` must be an array; got list"):
+        cache.write(0, k, v, [0, 1, 2])
+
+
+def test_gather_with_bad_arguments_names_them():
+    cache, table, lens = make_cache(), jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
+    with pytest.raises(TypeError, match=r"`page_table` must be an array; got list"):
+        cache.gather(0, [[1, 2]], lens)
+    with pytest.raises(ValueError, match=r"`page_table` must have shape .* `seq_lens` .*; got \(3,\) and \(2,\)"):
+        cache.gather(0, table[0], lens)
+    with pytest.raises(ValueError, match=r"got \(2, 3\) and \(1,\)"):
+        cache.gather(0, table, lens[:1])
+    with pytest.raises(ValueError, match=r"`layer` must be from 0 to num_layers - 1 = 2; got -1"):
+        cache.gather(-1, table, lens)
+
+
+@pytest.mark.parametrize("page_id", [-1, PAGES])
+def test_export_pages_out_of_the_pool_are_refused(page_id):
+    with pytest.raises(ValueError, match=rf"`page_ids` must be from 0 to 5; got {page_id} among 2"):
+        make_cache().export_pages(np.array([1, page_id]))
+
+
+@pytest.mark.parametrize("page_ids", [[3, -1], [3, 0], [3, 3]], ids=["negative", "null page", "twice"])
+def test_import_pages_into_pages_that_cannot_be_are_refused(page_ids):
+    cache = make_cache()
+    block = cache.export_pages(jnp.array([1, 2]))
+    with pytest.raises(ValueError, match=rf"`page_ids` must be distinct, .*; got {page_ids[1]} among 2"):
+        cache.import_pages(jnp.array(page_ids), block)
+    with pytest.raises(TypeError, match="`page_ids` must be an array; got list"):
+        cache.import_pages(page_ids, block)
 
 
 def test_import_pages_of_another_shape_or_dtype_is_refused():

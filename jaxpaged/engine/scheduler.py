@@ -8,6 +8,7 @@ oldest request always goes on, and each one fits alone, so all of them end.
 import dataclasses
 from collections import deque
 
+from jaxpaged.checks import as_count
 from jaxpaged.config import cdiv
 from jaxpaged.engine.request import FinishReason, Request
 from jaxpaged.paging import OutOfPagesError, PageAllocator, PageCopy
@@ -28,10 +29,9 @@ class SchedulerConfig:
     max_model_len: int = 8192
 
     def check(self) -> None:
-        """Raises ValueError for a limit below 1, by name."""
+        """Raises ValueError for a limit below 1, TypeError for one that is no integer, by name."""
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"`{field.name}` must be at least 1; got {getattr(self, field.name)}.")
+            as_count(getattr(self, field.name), f"`{field.name}`", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpaged.batch import Batch
+from jaxpaged.checks import require_arrays
 from jaxpaged.config import AttentionConfig
 from jaxpaged.kv_cache import KVCache, check_layer
 from jaxpaged.ops import triton
@@ -84,8 +84,8 @@ def paged_attention(
     Source: PagedAttention (Kwon et al., 2023, section 4.1); sinks: StreamingLLM (Xiao et al., 2024, section 3.2);
         ALiBi (Press et al., 2022, section 3).
     """
-    _require_arrays(q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens)
-    _require_arrays(cu_q_lens=cu_q_lens, sinks=sinks, alibi_slopes=alibi_slopes)
+    require_arrays(q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens)
+    require_arrays(cu_q_lens=cu_q_lens, sinks=sinks, alibi_slopes=alibi_slopes)
     if k_pages.ndim == 4 and v_pages.ndim == 4 and layer is None:
         k_pages, v_pages, layer = k_pages[None], v_pages[None], 0
     _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens)
@@ -171,12 +171,6 @@ def why_not_on(platform: str, backend: Backend) -> str | None:
     if backend == "triton" and platform != "gpu":
         return f"it needs an NVIDIA GPU, and JAX sees only a {platform}; `interpret` runs the same kernel anywhere."
     return None
-
-
-def _require_arrays(**arrays) -> None:
-    for name, x in arrays.items():
-        if x is not None and not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(f"`{name}` must be an array; got {type(x).__name__}.")
 
 
 def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> None:

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpaged.checks import require_arrays
+
 
 def merge_attention(
     out_a: Float[Array, "... head_dim"],
@@ -24,6 +26,7 @@ def merge_attention(
 
     Raises:
         ValueError: The shapes do not fit.
+        TypeError: An argument is not an array.
 
     Numerics: Weights are `e^(lse - max)`, in float32 or wider. Where both sides are empty the maximum is -inf, and
         `-inf - -inf` is NaN: it is replaced by 0 there, so that both weights are 0.
@@ -31,6 +34,7 @@ def merge_attention(
     Source: Online normaliser calculation for softmax (Milakov, Gimelshein, 2018, section 3.1); Cascade inference
         (FlashInfer, Ye et al., 2025, section 2.2).
     """
+    require_arrays(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_a.shape != out_b.shape or lse_a.shape != out_a.shape[:-1] or lse_b.shape != out_b.shape[:-1]:
         raise ValueError(
             "`out_a` and `out_b` must have one shape (..., head_dim), and `lse_a` and `lse_b` that shape without "

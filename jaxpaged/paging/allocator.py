@@ -11,8 +11,9 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from jaxpaged.checks import as_count
 from jaxpaged.config import NULL_PAGE, cdiv
-from jaxpaged.paging.pool import OutOfPagesError, PagePool, as_count
+from jaxpaged.paging.pool import OutOfPagesError, PagePool
 from jaxpaged.paging.tables import Rows, SequenceTable, ragged_arange
 
 TokenIds = list[int] | tuple[int, ...] | range | npt.NDArray[np.integer]

