@@ -22,17 +22,23 @@ class AttentionConfig:
             that a step compiled elsewhere is the same step.
         max_splits: None cuts a sequence wherever a share ends. 1 never cuts: one program a tile, and a call is one
             launch instead of two, which suits many sequences of like length.
+        split_size: None cuts the step's work evenly, wherever that falls, so that the rounding of a sequence's result
+            depends on what else is in the batch. A number cuts each sequence at its multiples instead, in KV tokens:
+            batch-invariant mode, in which a result has the same bits in any batch (as with `max_splits=1`), among calls
+            with the same kind of queries (all decode, or all with `cu_q_lens`). 512 suits contexts up to some 32,768.
         block_q: Query tokens a tile where sequences have several; a decode step has one.
         block_k: KV tokens a tile, a power of two >= 16; None chooses by head_dim, dtype and rows, as the next two.
         num_warps: Warps a program.
         num_stages: Software pipeline depth, the page-id level included: 3 keeps one K/V tile in flight, 5 two.
 
     Raises:
-        ValueError: A size below its minimum, `block_k` no power of two, or `max_splits` neither None nor 1.
+        ValueError: A size below its minimum, `block_k` no power of two, `max_splits` neither None nor 1, or a
+            `split_size` where nothing is split.
     """
 
     num_programs: int = 48
     max_splits: Literal[1] | None = None
+    split_size: int | None = None
     block_q: int = 16
     block_k: int | None = None
     num_warps: int | None = None
@@ -43,6 +49,7 @@ class AttentionConfig:
             ("num_programs", 1),
             ("block_q", 1),
             ("block_k", 16),
+            ("split_size", 16),
             ("num_warps", 1),
             ("num_stages", 1),
         ):
@@ -53,6 +60,8 @@ class AttentionConfig:
             raise ValueError(f"`block_k` must be a power of two; got {self.block_k}.")
         if self.max_splits not in (None, 1):
             raise ValueError(f"`max_splits` must be None (cut anywhere) or 1 (never); got {self.max_splits}.")
+        if self.max_splits == 1 and self.split_size is not None:
+            raise ValueError(f"`split_size` must be None with `max_splits=1`; got {self.split_size}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

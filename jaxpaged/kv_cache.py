@@ -8,7 +8,7 @@ eagerly, each one copies the pool.
 """
 
 import dataclasses
-import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxpaged.checks import as_count, require_arrays
 from jaxpaged.config import NULL_PAGE
+from jaxpaged.quantize import MAX_VALUE, dequantize, is_quantized, measure_scale, quantize
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", *MAX_VALUE)
 
 
 @jax.tree_util.register_dataclass
@@ -31,10 +32,14 @@ class PageBlock:
 
     Attributes:
         k: `[num_layers, num_exported, num_kv_heads, page_size, head_dim]`, as `v`.
+        k_scale: `[num_layers, num_exported, num_kv_heads, page_size]` float32, as `v_scale`, from a cache that holds a
+            scale for each token; None from any other.
     """
 
     k: Float[Array, "num_layers num_exported num_kv_heads page_size head_dim"]
     v: Float[Array, "num_layers num_exported num_kv_heads page_size head_dim"]
+    k_scale: Float[Array, "num_layers num_exported num_kv_heads page_size"] | None = None
+    v_scale: Float[Array, "num_layers num_exported num_kv_heads page_size"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -46,10 +51,14 @@ class KVCache:
         k_pages: `[num_layers, num_pages, num_kv_heads, page_size, head_dim]`, as `v_pages`. One stacked array, so that
             a scan over layers carries it without a copy; heads before tokens, so that a kernel that works on one KV
             head reads a run of `page_size * head_dim` values.
+        k_scale: What a stored key is to be multiplied by, float32, as `v_scale`: `[num_layers, num_kv_heads]`, or for
+            each token `[num_layers, num_pages, num_kv_heads, page_size]`. None where the dtype has two bytes or four.
     """
 
     k_pages: Float[Array, "num_layers num_pages num_kv_heads page_size head_dim"]
     v_pages: Float[Array, "num_layers num_pages num_kv_heads page_size head_dim"]
+    k_scale: Float[Array, "num_layers *scales"] | None = None
+    v_scale: Float[Array, "num_layers *scales"] | None = None
 
     @classmethod
     def create(
@@ -61,12 +70,21 @@ class KVCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: DTypeLike = jnp.bfloat16,
+        k_scale: ArrayLike | None = None,
+        v_scale: ArrayLike | None = None,
     ) -> "KVCache":
         """An empty cache of `num_pages` pages, the null page included.
 
+        Args:
+            dtype: float32, bfloat16 or float16; or a byte a value: int8, float8_e4m3fn, float8_e5m2.
+            k_scale: Of a one-byte dtype: the fixed scale of keys, a number, `[num_kv_heads]` or `[num_layers,
+                num_kv_heads]`. None measures one for each token and head as it is written, for `page_size` float32
+                more a page and head. `v_scale` likewise, both or neither.
+
         Raises:
-            ValueError: A size is not positive, `num_pages` leaves no page beside the null page, or the dtype is not one
-                that attention computes with.
+            ValueError: A size is not positive, `num_pages` leaves no page beside the null page, the dtype is not one
+                that attention computes with, a scale is not finite and positive or is for another dtype, or a one-byte
+                pool has from 2**31 to 2**32 values.
             TypeError: A size is not an integer.
         """
         shape = (
@@ -82,8 +100,10 @@ class KVCache:
             name = repr(dtype)
         if name not in _DTYPES:
             raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}; got {name}.")
+        _check_pool_size(shape, name)
+        scales = _make_scales(shape, name, k_scale, v_scale)
         # Two arrays, never one array twice: donating the same buffer twice is an error.
-        return cls(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype))
+        return cls(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype), **scales)
 
     @property
     def num_layers(self) -> int:
@@ -116,14 +136,20 @@ class KVCache:
         return self.k_pages.dtype
 
     @property
+    def has_token_scales(self) -> bool:
+        """Whether each token and head has a scale of its own."""
+        return self.k_scale is not None and self.k_scale.ndim == 4
+
+    @property
     def num_slots(self) -> int:
         """Token slots of the pool. A slot number from here on is dropped by `write`."""
         return self.num_pages * self.page_size
 
     @property
     def nbytes_per_page(self) -> int:
-        """Bytes that one page takes: K and V of `page_size` tokens in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+        """Bytes that one page takes: K and V of `page_size` tokens in all layers, and their scales."""
+        nbytes_per_head = self.head_dim * self.dtype.itemsize + 4 * self.has_token_scales
+        return 2 * self.num_layers * self.num_kv_heads * self.page_size * nbytes_per_head
 
     def write(
         self,
@@ -132,7 +158,7 @@ class KVCache:
         v: Float[Array, "num_tokens num_kv_heads head_dim"],
         slot_mapping: Int[Array, "num_tokens"],
     ) -> "KVCache":
-        """Stores K and V of new tokens at their slots of one layer, cast to the cache's dtype.
+        """Stores K and V of new tokens at their slots of one layer, cast to the cache's dtype or quantised to it.
 
         Args:
             layer: Which layer; an int or traced.
@@ -157,9 +183,12 @@ class KVCache:
         page, offset = slot_mapping // self.page_size, slot_mapping % self.page_size
         layers = jnp.full_like(page, layer)
         zeros = jnp.zeros_like(page)
+        k, k_scale = self._encode(k, self.k_scale, layer)
+        v, v_scale = self._encode(v, self.v_scale, layer)
         # A window is one token of one layer: all its heads, each at the same offset of the same page.
         starts = jnp.stack([layers, page, zeros, offset, zeros], axis=1)
-        return self._update(starts, k[:, None, None, :, None, :], v[:, None, None, :, None, :])
+        new = PageBlock(k=k[..., None, :], v=v[..., None, :], k_scale=k_scale, v_scale=v_scale)
+        return self._update(starts, jax.tree.map(lambda x: jnp.expand_dims(x, (1, 2)), new))
 
     def gather(
         self,
@@ -171,6 +200,7 @@ class KVCache:
     ]:
         """K and V of one layer as dense arrays, zero past each sequence's end: for people and tests.
 
+        In the cache's dtype; in float32, multiplied by their scales, from a quantised cache.
         `max_len` is `max_pages * page_size`. Takes memory and time in proportion to it.
 
         Raises:
@@ -189,11 +219,14 @@ class KVCache:
         owned = jnp.arange(max_pages) < -(-seq_lens[:, None] // self.page_size)
         ids = jnp.where(owned, page_table, NULL_PAGE)
 
-        def dense(pages: Array) -> Array:
-            tokens = pages[layer, ids].swapaxes(2, 3).reshape(num_seqs, -1, self.num_kv_heads, self.head_dim)
+        def dense(pages: Array, scale: Array | None) -> Array:
+            tokens = pages[layer, ids]  # [num_seqs, max_pages, num_kv_heads, page_size, head_dim]
+            if scale is not None:
+                tokens = dequantize(tokens, scale[layer, ids] if scale.ndim == 4 else scale[layer][:, None])
+            tokens = tokens.swapaxes(2, 3).reshape(num_seqs, -1, self.num_kv_heads, self.head_dim)
             return jnp.where(live[..., None, None], tokens, 0)
 
-        return dense(self.k_pages), dense(self.v_pages)
+        return dense(self.k_pages, self.k_scale), dense(self.v_pages, self.v_scale)
 
     def copy_pages(self, src_page_ids: Int[Array, "num_copies"], dst_page_ids: Int[Array, "num_copies"]) -> "KVCache":
         """Copies pages in all layers: the second half of copy-on-write.
@@ -214,7 +247,10 @@ class KVCache:
             TypeError: `page_ids` are not integers in one row.
         """
         _check_page_ids(page_ids, lambda ids: (ids >= 0) & (ids < self.num_pages), f"be from 0 to {self.num_pages - 1}")
-        return PageBlock(k=self.k_pages[:, page_ids], v=self.v_pages[:, page_ids])
+        scales = {}
+        if self.k_scale is not None and self.v_scale is not None and self.has_token_scales:
+            scales = {"k_scale": self.k_scale[:, page_ids], "v_scale": self.v_scale[:, page_ids]}
+        return PageBlock(k=self.k_pages[:, page_ids], v=self.v_pages[:, page_ids], **scales)
 
     def import_pages(self, page_ids: Int[Array, "num_exported"], block: PageBlock) -> "KVCache":
         """Puts the pages of `block` into the pool at `page_ids`, which are distinct; `num_pages` or more is dropped.
@@ -222,7 +258,8 @@ class KVCache:
         Raises:
             ValueError: The block's pages are of another shape than the pool's, or there are more or fewer than ids, or
                 an id is negative, the null page's, or given twice (as far as ids are not traced).
-            TypeError: The block is of another dtype, or `page_ids` are not integers in one row.
+            TypeError: The block is of another dtype, it has scales and the cache has none, or the other way round, or
+                `page_ids` are not integers in one row.
         """
         _check_page_ids(page_ids, _are_targets, "be distinct, and none of them negative or the null page, 0")
         page_ids = jnp.asarray(page_ids, jnp.int32)
@@ -237,17 +274,77 @@ class KVCache:
                 raise TypeError(
                     f"`{name}` must be of the cache's dtype {self.dtype}; got {x.dtype}. Cast it on purpose."
                 )
+        for name, x in (("block.k_scale", block.k_scale), ("block.v_scale", block.v_scale)):
+            if (x is not None) != self.has_token_scales:
+                what = "given, as the cache holds" if self.has_token_scales else "None, as the cache does not hold"
+                got = "None" if x is None else "an array"
+                raise TypeError(f"`{name}` must be {what} a scale for each token; got {got}.")
         zeros = jnp.zeros_like(page_ids)
         starts = jnp.stack([zeros, page_ids, zeros, zeros, zeros], axis=1)
-        return self._update(starts, jnp.moveaxis(block.k, 1, 0)[:, :, None], jnp.moveaxis(block.v, 1, 0)[:, :, None])
+        return self._update(starts, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], block))
 
-    def _update(self, starts: Array, k: Array, v: Array) -> "KVCache":
-        """Replaces windows of both pools. `starts` [n, 5]; k, v [n, *window], where a window has five axes."""
-        narrow = self.dtype.itemsize == 2 and jax.__version_info__ < (0, 11)
-        on_cpu = _update_in_loop if narrow else _update_by_scatter
-        update = functools.partial(lax.platform_dependent, cpu=on_cpu, default=_update_by_scatter)
-        k_pages, v_pages = update((self.k_pages, self.v_pages), starts, (k.astype(self.dtype), v.astype(self.dtype)))
-        return KVCache(k_pages=k_pages, v_pages=v_pages)
+    def _encode(self, x: Array, scale: Array | None, layer: int | Array) -> tuple[Array, Array | None]:
+        """New tokens in the cache's dtype; with them their scales, if each has its own."""
+        if scale is None:
+            return x.astype(self.dtype), None
+        if scale.ndim == 2:
+            return quantize(x, jnp.broadcast_to(scale[layer], x.shape[:2]), self.dtype), None
+        measured = measure_scale(x, self.dtype)
+        return quantize(x, measured, self.dtype), measured[..., None]
+
+    def _update(self, starts: Array, new: PageBlock) -> "KVCache":
+        """Replaces windows of all pools. `starts` [n, 5]; an array of `new` is [n, *window], as many axes as its pool."""
+        pools = {"k": self.k_pages, "v": self.v_pages}
+        if self.has_token_scales:
+            pools |= {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        windows = {name: getattr(new, name) for name in pools}
+        in_loop = jax.__version_info__ < (0, 11) and self.dtype.itemsize == 2
+        on_cpu = _update_in_loop if in_loop else _update_by_scatter
+        pools = lax.platform_dependent(pools, starts, windows, cpu=on_cpu, default=_update_by_scatter)
+        return KVCache(
+            k_pages=pools["k"],
+            v_pages=pools["v"],
+            k_scale=pools.get("k_scale", self.k_scale),
+            v_scale=pools.get("v_scale", self.v_scale),
+        )
+
+
+def _check_pool_size(shape: tuple[int, ...], dtype: str) -> None:
+    """Pallas Triton counts elements in 32 bits up to 2**32 bytes, which one-byte elements overflow from 2**31 on."""
+    num_values = math.prod(shape)
+    if jnp.dtype(dtype).itemsize == 1 and 2**31 <= num_values <= 2**32:
+        per_page = num_values // shape[1]
+        raise ValueError(
+            f"`num_pages` must be at most {(2**31 - 1) // per_page} or at least {2**32 // per_page + 1} here, as the GPU "
+            f"cannot index a pool of {dtype} with 2**31 to 2**32 values; got {shape[1]}."
+        )
+
+
+def _make_scales(
+    shape: tuple[int, ...], dtype: str, k_scale: ArrayLike | None, v_scale: ArrayLike | None
+) -> dict[str, Array]:
+    """Scales of an empty cache: none, the fixed ones, or room for those of each token."""
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("`k_scale` and `v_scale` must be given both or neither; got one of them.")
+    if not is_quantized(dtype):
+        if k_scale is not None:
+            raise ValueError(f"`k_scale` must be None for {dtype}; got one. Only one-byte dtypes have scales.")
+        return {}
+    num_layers, num_pages, num_kv_heads, page_size, _ = shape
+    if k_scale is None:
+        return {name: jnp.zeros((num_layers, num_pages, num_kv_heads, page_size)) for name in ("k_scale", "v_scale")}
+    scales = {}
+    for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
+        scale = np.asarray(given, np.float32)
+        if scale.shape not in ((), (num_kv_heads,), (num_layers, num_kv_heads)):
+            raise ValueError(
+                f"`{name}` must be a number, (num_kv_heads,) = ({num_kv_heads},) or (num_layers, num_kv_heads) = "
+                f"({num_layers}, {num_kv_heads}); got {scale.shape}."
+            )
+        if not np.all((scale > 0) & (scale < np.inf)):
+            raise ValueError(f"`{name}` must be finite and above 0; got {given}.")
+        scales[name] = jnp.asarray(np.broadcast_to(scale, (num_layers, num_kv_heads)))
+    return scales
 
 
 def _check_page_ids(page_ids: ArrayLike, rule: Callable[[np.ndarray], np.ndarray], expected: str) -> None:
@@ -274,34 +371,37 @@ def check_layer(layer: int | ArrayLike, num_layers: int) -> None:
         raise ValueError(f"`layer` must be from 0 to num_layers - 1 = {num_layers - 1}; got {layer}.")
 
 
-def _update_by_scatter(pools: tuple[Array, Array], starts: Array, windows: tuple[Array, Array]) -> tuple[Array, ...]:
+def _update_by_scatter(pools: dict[str, Array], starts: Array, windows: dict[str, Array]) -> dict[str, Array]:
     """One scatter a pool. XLA drops a window that starts out of range, and may assume that none overlap."""
-    dims = lax.ScatterDimensionNumbers(
-        update_window_dims=(1, 2, 3, 4, 5), inserted_window_dims=(), scatter_dims_to_operand_dims=(0, 1, 2, 3, 4)
-    )
-    return tuple(
-        lax.scatter(pool, starts, new, dims, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
-        for pool, new in zip(pools, windows, strict=True)
-    )
+
+    def update(pool: Array, new: Array) -> Array:
+        axes = tuple(range(pool.ndim))
+        dims = lax.ScatterDimensionNumbers(
+            update_window_dims=tuple(i + 1 for i in axes), inserted_window_dims=(), scatter_dims_to_operand_dims=axes
+        )
+        mode = lax.GatherScatterMode.FILL_OR_DROP
+        return lax.scatter(pool, starts[:, : pool.ndim], new, dims, unique_indices=True, mode=mode)
+
+    return jax.tree.map(update, pools, windows)
 
 
-def _update_in_loop(pools: tuple[Array, Array], starts: Array, windows: tuple[Array, Array]) -> tuple[Array, ...]:
+def _update_in_loop(pools: dict[str, Array], starts: Array, windows: dict[str, Array]) -> dict[str, Array]:
     """One slice update a window; a branch drops the padding. For 16-bit caches on the CPU of JAX 0.10, whose scatter
     first widens a copy of the whole pool to float32. An update does so value by value: slow too, but without memory.
     """
-    shape = jnp.array(pools[0].shape)
+    shape = jnp.array(pools["k"].shape)
     if starts.shape[0] == 0:
         return pools
 
-    def body(i: Array, pools: tuple[Array, ...]) -> tuple[Array, ...]:
+    def body(i: Array, pools: dict[str, Array]) -> dict[str, Array]:
         start = tuple(starts[i])
 
-        def put(*pools: Array) -> tuple[Array, ...]:
-            return tuple(
-                lax.dynamic_update_slice(pool, new[i], start) for pool, new in zip(pools, windows, strict=True)
+        def put(pools: dict[str, Array]) -> dict[str, Array]:
+            return jax.tree.map(
+                lambda pool, new: lax.dynamic_update_slice(pool, new[i], start[: pool.ndim]), pools, windows
             )
 
         in_range = jnp.all((starts[i] >= 0) & (starts[i] < shape))
-        return lax.cond(in_range, put, lambda *pools: pools, *pools)
+        return lax.cond(in_range, put, lambda pools: pools, pools)
 
     return lax.fori_loop(0, starts.shape[0], body, pools)

@@ -169,7 +169,7 @@ def test_generate_in_bfloat16_halves_the_cache(generate):
     code, out, err = generate("the hen", "--dtype", "bfloat16", "--format", "json", "--max-new-tokens", "2")
     assert code == 0
     assert len(json.loads(out)["token_ids"]) == 2
-    assert f"1 page of 16 tokens, {16 * NBYTES_PER_TOKEN / 2 / 1024:.1f} KiB;" in err
+    assert f"1 page of 16 tokens, {16 * NBYTES_PER_TOKEN / 2 / 1024:.1f} KiB: " in err
 
 
 def test_generate_sampled_follows_the_seed_and_prompt_i_draws_with_seed_plus_i(records):

@@ -56,8 +56,8 @@ def test_write_at_slots_changes_these_slots_only(dtype, layer):
 def check_update_in_loop_equals_scatter():
     k, v = random_tokens(3)
     starts = jnp.array([[1, 2, 0, 3, 0], [2, PAGES, 0, 0, 0], [0, 5, 0, 1, 0]])
-    windows = (k[:, None, None, :, None], v[:, None, None, :, None])
-    pools = (random_pool(1), random_pool(2))
+    windows = {"k": k[:, None, None, :, None], "v": v[:, None, None, :, None]}
+    pools = {"k": random_pool(1), "v": random_pool(2)}
     expected = kv_cache._update_by_scatter(pools, starts, windows)
     chex.assert_trees_all_equal(kv_cache._update_in_loop(pools, starts, windows), expected)
 
@@ -151,8 +151,16 @@ def test_export_then_import_elsewhere_is_bit_equal(dtype):
         ({"num_pages": 1}, ValueError, "`num_pages`, the null page included, must be an integer >= 2; got 1"),
         ({"num_pages": 4.0}, TypeError, r"`num_pages`, .*, must be an integer >= 2; got 4\.0 \(float\)"),
         ({"head_dim": True}, TypeError, "`head_dim` must be an integer >= 1; got True"),
-        ({"dtype": jnp.int32}, ValueError, "`dtype` must be one of float32, bfloat16, float16; got int32"),
-        ({"dtype": "foo"}, ValueError, "`dtype` must be one of float32, bfloat16, float16; got 'foo'"),
+        (
+            {"dtype": jnp.int32},
+            ValueError,
+            "`dtype` must be one of float32, bfloat16, float16, int8, float8_e4m3fn, float8_e5m2; got int32",
+        ),
+        (
+            {"dtype": "foo"},
+            ValueError,
+            "`dtype` must be one of float32, bfloat16, float16, int8, float8_e4m3fn, float8_e5m2; got 'foo'",
+        ),
     ],
 )
 def test_create_with_a_bad_argument_names_it(change, error, message):

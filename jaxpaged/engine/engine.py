@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out. `generate -> step -> Scheduler.schedule -> Runner.run -> Scheduler.update`."""
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -70,11 +71,12 @@ class Engine:
         config.check()
         context = getattr(model, "max_position", config.max_model_len)
         config = dataclasses.replace(config, max_model_len=min(config.max_model_len, context))
-        cache = KVCache.create(**dataclasses.asdict(cache_config))
+        make_cache = functools.partial(KVCache.create, **dataclasses.asdict(cache_config))
+        cache = make_cache()
         self.pages = PageAllocator(cache.num_pages, cache.page_size)
         self.scheduler = Scheduler(config, self.pages)
         whole = not getattr(model, "compiles_itself", False)
-        self.runner = Runner(model, cache, self.pages, config, compile_whole=whole)
+        self.runner = Runner(model, cache, self.pages, config, make_cache=make_cache, compile_whole=whole)
         self._vocab_size: int | None = getattr(model, "vocab_size", None)
         self._ids = itertools.count()
         self._num_steps = 0

@@ -4,11 +4,11 @@ Shapes are rounded up to powers of two, so that a run of any length compiles a b
 `n` sequences and `t` tokens a step, `log2(n) + 1` for decoding and `(log2(n) + 1) (log2(t) + 1)` for prompts.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.batch import Batch
@@ -31,14 +31,23 @@ class Runner:
     """Holds model and cache; one step at a time.
 
     Args:
+        make_cache: Makes an empty cache like `cache`.
         compile_whole: Compile model and sampling into one program, with the cache donated. False calls the model as it
             is, for one that compiles its own pieces (`Llama(layer_loop="calls")`).
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, pages: PageAllocator, config: SchedulerConfig, *, compile_whole: bool
+        self,
+        model: Model,
+        cache: KVCache,
+        pages: PageAllocator,
+        config: SchedulerConfig,
+        *,
+        make_cache: Callable[[], KVCache],
+        compile_whole: bool,
     ):
         self.model = model
+        self._make_cache = make_cache
         self.cache = cache
         self.pages = pages
         self.max_pages = cdiv(config.max_model_len, cache.page_size)
@@ -55,9 +64,8 @@ class Runner:
 
     def restore_cache(self) -> None:
         """An empty cache in place of one that a failed step took with it."""
-        if self.cache.k_pages.is_deleted() or self.cache.v_pages.is_deleted():
-            shape, dtype = self.cache.k_pages.shape, self.cache.dtype
-            self.cache = KVCache(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype))
+        if any(x.is_deleted() for x in jax.tree.leaves(self.cache)):
+            self.cache = self._make_cache()
 
     def make_batch(self, plan: StepPlan) -> Batch:
         """The arrays of a step, padded to bucketed shapes."""

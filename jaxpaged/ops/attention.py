@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.batch import Batch
 from jaxpaged.checks import require_arrays
@@ -17,6 +17,7 @@ from jaxpaged.ops import triton
 from jaxpaged.ops.plan import AttentionPlan, PlanKey, check_plan
 from jaxpaged.ops.reference import paged_attention_reference
 from jaxpaged.ops.xla import paged_attention_xla
+from jaxpaged.quantize import MAX_VALUE, is_quantized
 
 Backend = Literal["auto", "reference", "xla", "triton", "interpret"]
 
@@ -32,10 +33,13 @@ def paged_attention(
     cu_q_lens: Int[Array, "num_seqs_plus_1"] | None = None,
     sm_scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | Int[Array, ""] | None = None,
     sinks: Float[Array, "num_q_heads"] | None = None,
     alibi_slopes: Float[Array, "num_q_heads"] | None = None,
     causal: bool = True,
+    tree_mask: Bool[Array, "num_tokens max_q_len"] | None = None,
+    k_scale: float | Float[Array, "*scales"] | None = None,
+    v_scale: float | Float[Array, "*scales"] | None = None,
     plan: AttentionPlan | None = None,
     config: AttentionConfig | None = None,
     return_lse: bool = False,
@@ -49,10 +53,12 @@ def paged_attention(
         logit(x) = cap(sm_scale q . k(x)) + alibi_slopes[h] (x - p),  cap(y) = logits_soft_cap tanh(y / logits_soft_cap)
         out      = sum_x e^(logit(x) - lse) v(x),                     lse    = log(sum_x e^logit(x) + e^sinks[h])
 
-    A causal query sees x <= p; a window leaves x > p - sliding_window. The part of an option that is None is left out.
+    A causal query sees x <= p; a window leaves x > p - sliding_window; a tree leaves, of its sequence's new tokens
+    x = n - m + i, those with `tree_mask[., i]`. The part of an option that is None is left out. Of quantised pages, k and v
+    are the stored values times their scales.
 
     Args:
-        q: Queries, sequence after sequence, in the dtype of the cache.
+        q: Queries, sequence after sequence, in the dtype of the cache, or in any floating dtype if that is quantised.
         k_pages: Keys of all layers, with `layer`; or of one layer, without the first axis and without `layer`.
         v_pages: Values, of the same shape and dtype.
         page_table: int32 page ids of each sequence in order. Entries past its last page are never followed.
@@ -62,9 +68,15 @@ def paged_attention(
             `cu_q_lens[-1]` on are padding.
         sm_scale: Factor of the logits; None means `head_dim ** -0.5`.
         logits_soft_cap: Bound of the scaled logits, > 0.
-        sliding_window: Tokens that a query sees, itself included, >= 1. Chunks of keys outside are not read.
+        sliding_window: Tokens that a query sees, itself included, >= 1; an int, or an int32 scalar array where layers
+            of one compiled loop differ. Chunks of keys outside are not read.
         sinks: A logit a head that takes part in the denominator only. `lse` includes it.
         alibi_slopes: A slope a head.
+        tree_mask: Which of its sequence's new tokens each query token sees, itself included: the ancestors in a tree of
+            drafts. It narrows what causality leaves.
+        k_scale: Of one-byte pages (int8, float8_e4m3fn, float8_e5m2), and then required: float32, a number,
+            `[num_kv_heads]`, `[num_layers, num_kv_heads]`, or for each token, in the shape of `k_pages` without its
+            last axis. `KVCache.k_scale` fits. `v_scale` likewise.
         plan: The cut of this step's work, from `make_plan`; None computes it. Only the Triton kernel has a use for it.
         config: Tile and partition of the Triton kernel; None takes those of the plan, or the defaults.
         return_lse: Return the log-sum-exp too.
@@ -86,14 +98,19 @@ def paged_attention(
     """
     require_arrays(q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table, seq_lens=seq_lens)
     require_arrays(cu_q_lens=cu_q_lens, sinks=sinks, alibi_slopes=alibi_slopes)
+    require_arrays(tree_mask=tree_mask)
     if k_pages.ndim == 4 and v_pages.ndim == 4 and layer is None:
         k_pages, v_pages, layer = k_pages[None], v_pages[None], 0
+        k_scale, v_scale = (s[None] if getattr(s, "ndim", 0) == 3 else s for s in (k_scale, v_scale))
     _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens)
-    _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend)
+    _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, tree_mask, backend)
+    k_scale, v_scale = _stacked_scale("k_scale", k_scale, k_pages), _stacked_scale("v_scale", v_scale, v_pages)
     if plan is not None:
-        check_plan(plan, PlanKey(len(page_table), len(q), cu_q_lens is not None, sliding_window, causal))
+        check_plan(plan, PlanKey.of(page_table, q, cu_q_lens, sliding_window, causal))
     arrays = tuple(jnp.asarray(x) for x in (q, k_pages, v_pages, page_table, seq_lens))
-    cu_q_lens, sinks, alibi_slopes = (None if x is None else jnp.asarray(x) for x in (cu_q_lens, sinks, alibi_slopes))
+    cu_q_lens, sinks, alibi_slopes, tree_mask = (
+        None if x is None else jnp.asarray(x) for x in (cu_q_lens, sinks, alibi_slopes, tree_mask)
+    )
     options = {
         "layer": layer,
         "cu_q_lens": cu_q_lens,
@@ -103,6 +120,9 @@ def paged_attention(
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
         "causal": causal,
+        "tree_mask": tree_mask,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
     by_xla = functools.partial(paged_attention_xla, **options)
     by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
@@ -149,13 +169,15 @@ def write_and_attend(
     """
     cache = cache.write(layer, k, v, batch.slot_mapping)
     out, _ = paged_attention(
-        q.astype(cache.dtype),
+        q if is_quantized(cache.dtype) else q.astype(cache.dtype),
         cache.k_pages,
         cache.v_pages,
         batch.page_table,
         batch.seq_lens,
         layer=layer,
         cu_q_lens=batch.cu_q_lens,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
         return_lse=True,
         **options,
     )
@@ -196,10 +218,13 @@ def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> No
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(f"`q` must be of a floating dtype; got {q.dtype}.")
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.dtype != q.dtype:
+        if pages.dtype != q.dtype and not is_quantized(pages.dtype):
             raise TypeError(
-                f"`{name}` must be of the dtype of `q`, {q.dtype}; got {pages.dtype}. Cast `q` to the cache's."
+                f"`{name}` must be of the dtype of `q`, {q.dtype}, or quantised ({', '.join(MAX_VALUE)}); got "
+                f"{pages.dtype}. Cast `q` to the cache's."
             )
+    if k_pages.dtype != v_pages.dtype:
+        raise TypeError(f"`v_pages` must be of the dtype of `k_pages`, {k_pages.dtype}; got {v_pages.dtype}.")
     if page_table.ndim != 2 or 0 in page_table.shape:
         raise ValueError(
             f"`page_table` must have shape (num_seqs, max_pages), neither of them 0; got {page_table.shape}. "
@@ -224,18 +249,47 @@ def _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens) -> No
             raise TypeError(f"`{name}` must be int32; got {x.dtype}.")
 
 
-def _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, backend) -> None:
+def _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, tree_mask, backend) -> None:
     if sm_scale is not None and not math.isfinite(sm_scale):
         raise ValueError(f"`sm_scale` must be finite, or None for head_dim ** -0.5; got {sm_scale}.")
     if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
         raise ValueError(f"`logits_soft_cap` must be > 0 and finite, or None for no cap; got {logits_soft_cap}.")
-    if sliding_window is not None and (not isinstance(sliding_window, int) or not 1 <= sliding_window < 2**31):
+    scalar = isinstance(sliding_window, jax.Array) and sliding_window.shape == () and sliding_window.dtype == jnp.int32
+    if not (sliding_window is None or scalar or (isinstance(sliding_window, int) and 1 <= sliding_window < 2**31)):
         raise ValueError(
-            f"`sliding_window` must be an int >= 1, the tokens that a query sees, itself included, or None; got "
-            f"{sliding_window!r}."
+            "`sliding_window` must be an int >= 1, the tokens that a query sees, itself included, or such an int32 "
+            f"scalar of JAX, or None; got {sliding_window!r}."
+        )
+    if tree_mask is not None and (tree_mask.ndim != 2 or tree_mask.shape[0] != q.shape[0] or tree_mask.dtype != bool):
+        raise ValueError(
+            f"`tree_mask` must be bool (num_tokens, max_q_len) = ({q.shape[0]}, ...); got {tree_mask.dtype} "
+            f"{tree_mask.shape}."
         )
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is not None and jnp.shape(x) != (q.shape[1],):
             raise ValueError(f"`{name}` must have shape (num_q_heads,) = ({q.shape[1]},); got {jnp.shape(x)}.")
     if backend not in get_args(Backend):
         raise ValueError(f"`backend` must be one of {', '.join(get_args(Backend))}; got {backend!r}.")
+
+
+def _stacked_scale(name: str, scale, pages) -> Array | None:
+    """A scale as `[1 or num_layers, num_kv_heads]`, or for each token `[num_layers, num_pages, num_kv_heads, page_size]`."""
+    if not is_quantized(pages.dtype):
+        if scale is not None:
+            raise ValueError(
+                f"`{name}` must be None for pages of {pages.dtype}; got one. Only quantised pages have it."
+            )
+        return None
+    if scale is None:
+        raise ValueError(
+            f"`{name}` must be given for pages of {pages.dtype}; got None. A cache holds it: cache.{name}."
+        )
+    scale, (num_layers, _, num_kv_heads) = jnp.asarray(scale, jnp.float32), pages.shape[:3]
+    if scale.shape in ((), (num_kv_heads,)):
+        return jnp.broadcast_to(scale, (1, num_kv_heads))
+    if scale.shape not in ((num_layers, num_kv_heads), pages.shape[:4]):
+        raise ValueError(
+            f"`{name}` must be a number, (num_kv_heads,) = ({num_kv_heads},), (num_layers, num_kv_heads) = "
+            f"({num_layers}, {num_kv_heads}), or for each token {pages.shape[:4]}; got {scale.shape}."
+        )
+    return scale

@@ -12,13 +12,13 @@ Source: Stream-K (arXiv 2301.03598), applied to the KV dimension as in Flash-Dec
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxpaged.config import AttentionConfig
+from jaxpaged.config import AttentionConfig, cdiv
 
 MIN_SHARE = 16
 """KV tokens. A smaller share costs more to merge than it saves to read."""
@@ -41,6 +41,8 @@ class Tile(NamedTuple):
     """One past the last; equal to `kv_begin` for padding."""
     stream_begin: Array
     """Where its KV range begins in the stream."""
+    num_old: Array
+    """KV tokens of the sequence before this step's."""
 
     @property
     def stream_end(self) -> Array:
@@ -63,8 +65,14 @@ class PlanKey(NamedTuple):
     num_seqs: int
     num_tokens: int
     ragged: bool
-    sliding_window: int | None
+    sliding_window: int | Literal["traced"] | None
     causal: bool
+
+    @classmethod
+    def of(cls, seq_lens, q, cu_q_lens, sliding_window, causal: bool) -> "PlanKey":
+        """The key of a call: of its arrays, only the first axis matters."""
+        window = "traced" if isinstance(sliding_window, jax.Array) else sliding_window
+        return cls(len(seq_lens), len(q), cu_q_lens is not None, window, causal)
 
 
 @jax.tree_util.register_dataclass
@@ -76,13 +84,16 @@ class AttentionPlan:
         tiles: One `Tile` a row.
         shares: One `Share` a row.
         block_q: Queries a tile, at most; 1 in a decode step.
+        max_pieces: With a `split_size`, how many pieces a tile has at most: share `t * max_pieces + s` is piece s of
+            tile t.
         made_for: Which calls it fits.
         config: The configuration that it was made with.
     """
 
-    tiles: Int32[Array, "num_tiles 7"]
+    tiles: Int32[Array, "num_tiles 8"]
     shares: Int32[Array, "num_programs 4"]
     block_q: int = dataclasses.field(metadata={"static": True})
+    max_pieces: int | None = dataclasses.field(metadata={"static": True})
     made_for: PlanKey = dataclasses.field(metadata={"static": True})
     config: AttentionConfig = dataclasses.field(metadata={"static": True})
 
@@ -102,8 +113,9 @@ def make_plan(
     cu_q_lens: Int32[Array, " num_seqs_plus_one"] | None = None,
     *,
     num_tokens: int,
-    sliding_window: int | None = None,
+    sliding_window: int | Int32[Array, ""] | None = None,
     causal: bool = True,
+    max_len: int | None = None,
     config: AttentionConfig | None = None,
 ) -> AttentionPlan:
     """Cuts a step's attention into equal shares.
@@ -115,7 +127,8 @@ def make_plan(
         seq_lens: KV tokens of each sequence, this step's included; 0 for a padding row.
         cu_q_lens: Prefix sums of the sequences' query counts; None in a decode step, one query a sequence.
         num_tokens: Packed query rows, padding included.
-        sliding_window: Tokens a query sees, itself included; None for all.
+        sliding_window: Tokens a query sees, itself included; None for all. An int, or an int32 scalar array.
+        max_len: KV tokens that a sequence may have: the width of the page table in tokens. Needed with a `split_size`.
         causal: Whether a query sees only keys up to its own position.
         config: Number of programs and tile sizes; None for the defaults.
 
@@ -123,9 +136,11 @@ def make_plan(
         An `AttentionPlan` whose array sizes depend on static arguments only, so that it can be made inside `jax.jit`.
 
     Raises:
-        ValueError: A decode step whose `num_tokens` is not its number of sequences.
+        ValueError: A decode step whose `num_tokens` is not its number of sequences, or a `split_size` without `max_len`.
     """
     config = config or AttentionConfig()
+    if config.split_size is not None and max_len is None:
+        raise ValueError("`max_len` must be given with a `split_size`; got None. Pass max_pages * page_size.")
     num_seqs = seq_lens.shape[0]
     if cu_q_lens is None and num_tokens != num_seqs:
         raise ValueError(
@@ -137,22 +152,26 @@ def make_plan(
         seq = token = jnp.arange(num_seqs, dtype=jnp.int32)
         num_q = jnp.ones_like(seq)
         position = seq_lens - 1
-        kv_len = seq_lens
+        kv_len, num_old = seq_lens, position
     else:
-        seq, token, num_q, position, kv_len = _ragged_tiles(seq_lens, cu_q_lens, num_tokens, block_q)
+        seq, token, num_q, position, kv_len, num_old = _ragged_tiles(seq_lens, cu_q_lens, num_tokens, block_q)
 
     kv_end = jnp.minimum(kv_len, position + num_q) if causal else kv_len
     kv_end = jnp.where(num_q > 0, jnp.maximum(kv_end, 0), 0)
     window = kv_len if sliding_window is None else sliding_window
-    kv_begin = jnp.clip(position - window + 1, 0, kv_end)
+    kv_begin = jnp.clip(position - window + 1, 0, kv_end)  # an int32 window is at least 1: this cannot wrap
     weight = jnp.where(num_q > 0, jnp.maximum(1, kv_end - kv_begin), 0)
     stream_end = jnp.cumsum(weight, dtype=jnp.int32)
     stream_begin = stream_end - weight
-    tiles = Tile(seq, token, num_q, position, kv_begin, kv_end, stream_begin)
+    tiles = Tile(seq, token, num_q, position, kv_begin, kv_end, stream_begin, num_old)
 
+    max_pieces = None
     if config.max_splits == 1:
         tile = jnp.arange(seq.shape[0], dtype=jnp.int32)
         shares = Share(stream_begin, stream_end, tile, tile + 1)
+    elif config.split_size is not None and max_len is not None:
+        max_pieces = cdiv(max_len, config.split_size)
+        shares = _fixed_shares(tiles, config.split_size, max_pieces)
     else:
         total = stream_end[-1]
         size = jnp.maximum(MIN_SHARE, (total + config.num_programs - 1) // config.num_programs)
@@ -168,15 +187,34 @@ def make_plan(
         tiles=jnp.stack(tiles, axis=1),
         shares=jnp.stack(shares, axis=1),
         block_q=block_q,
-        made_for=PlanKey(num_seqs, num_tokens, cu_q_lens is not None, sliding_window, causal),
+        max_pieces=max_pieces,
+        made_for=PlanKey.of(seq_lens, range(num_tokens), cu_q_lens, sliding_window, causal),
         config=config,
     )
+
+
+def _fixed_shares(tiles: Tile, split_size: int, max_pieces: int) -> Share:
+    """Every tile cut at multiples of `split_size` of its sequence: `max_pieces` shares a tile, most of them empty."""
+    piece = jnp.arange(max_pieces, dtype=jnp.int32)
+    begin = jnp.maximum(tiles.kv_begin[:, None], piece * split_size)
+    # The last takes whatever is left: lengths may claim more than a table holds.
+    end = jnp.where(piece == max_pieces - 1, jnp.iinfo(jnp.int32).max, (piece + 1) * split_size)
+    end = jnp.minimum(tiles.kv_end[:, None], end)
+    # A tile without keys is one piece, for somebody has to write its zeros.
+    alone = (tiles.kv_begin == tiles.kv_end)[:, None] & (piece == 0)
+    live = (begin < end) | alone
+    begin, end = jnp.where(alone, 0, begin), jnp.where(alone, 1, end)
+    origin = jnp.where(alone, 0, tiles.kv_begin[:, None])
+    tile = jnp.broadcast_to(jnp.arange(len(tiles.seq), dtype=jnp.int32)[:, None], live.shape)
+    stream_begin = tiles.stream_begin[:, None] - origin
+    share = Share(stream_begin + begin, stream_begin + end, tile, tile + live)
+    return jax.tree.map(jnp.ravel, share)
 
 
 def _ragged_tiles(seq_lens: Array, cu_q_lens: Array, num_tokens: int, block_q: int) -> tuple[Array, ...]:
     """Cuts every sequence's queries into tiles; a last sequence without keys owns the padding tokens.
 
-    Returns `seq`, `token`, `num_q`, `position` and the sequence's KV length, `[num_tiles]` each.
+    Returns `seq`, `token`, `num_q`, `position`, the sequence's KV length and what of it is old, `[num_tiles]` each.
     """
     num_seqs = seq_lens.shape[0]
     q_lens = jnp.append(cu_q_lens[1:], num_tokens) - cu_q_lens
@@ -189,4 +227,5 @@ def _ragged_tiles(seq_lens: Array, cu_q_lens: Array, num_tokens: int, block_q: i
     seq = jnp.minimum(seq, num_seqs)
     begin = (tile - (tile_end - tiles)[seq]) * block_q
     num_q = jnp.clip(q_lens[seq] - begin, 0, block_q)
-    return seq, cu_q_lens[seq] + begin, num_q, kv_lens[seq] - q_lens[seq] + begin, kv_lens[seq]
+    num_old = kv_lens[seq] - q_lens[seq]
+    return seq, cu_q_lens[seq] + begin, num_q, num_old + begin, kv_lens[seq], num_old

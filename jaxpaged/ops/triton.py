@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxpaged.config import AttentionConfig, cdiv
 from jaxpaged.ops.plan import AttentionPlan, PlanKey, Share, Tile, check_plan, make_plan
+from jaxpaged.quantize import MAX_VALUE, is_quantized
 
 try:
     from jax.experimental.pallas import triton
@@ -36,30 +37,35 @@ LOWEST = -1e38
 
 def _attention_kernel(
     layer_ref,  # [1]
-    tiles_ref,  # [num_tiles, 7]
+    tiles_ref,  # [num_tiles, 8]
     shares_ref,  # [num_programs, 4]
     page_table_ref,  # [num_seqs, max_pages]
     q_ref,  # [num_tokens, num_q_heads, head_dim]
     k_ref,  # [num_layers, num_pages, num_kv_heads, page_size, head_dim]
     v_ref,
+    k_scale_ref,  # [1 or num_layers, num_kv_heads] or [num_layers, num_pages, num_kv_heads, page_size], or None
+    v_scale_ref,
     sinks_ref,  # [num_q_heads] or None, as the next
     slopes_ref,
+    window_ref,  # [1] or None: a sliding window that is not static
+    tree_ref,  # [num_tokens, max_q_len] or None
     out_ref,  # [num_tokens, num_q_heads, head_dim]
     lse_ref,  # [num_tokens, num_q_heads]
-    part_ref,  # [2 * num_programs * block_q, num_q_heads, head_dim] float32, or None if no tile is split, as the next
-    part_lse_ref,  # [2 * num_programs * block_q, num_q_heads], base 2
+    part_ref,  # [num_parts, num_q_heads, head_dim] float32, or None if no tile is split, as the next
+    part_lse_ref,  # [num_parts, num_q_heads], base 2
     *,
     sm_scale: float,
     logits_soft_cap: float | None,
     sliding_window: int | None,
     causal: bool,
+    max_pieces: int | None,
     block_q: int,
     block_m: int,
     block_k: int,
 ):
     num_kv_heads, page_size, head_dim = k_ref.shape[2:]
     q_per_kv = q_ref.shape[1] // num_kv_heads
-    dtype = jnp.promote_types(q_ref.dtype, k_ref.dtype)
+    dtype = _compute_dtype(q_ref, k_ref)
     row_blocks = cdiv(block_q * q_per_kv, block_m)
     kv_head, program = pl.program_id(0) // row_blocks, pl.program_id(1)
     layer = layer_ref[0]
@@ -69,6 +75,9 @@ def _attention_kernel(
     q_index, head = row // q_per_kv, kv_head * q_per_kv + row % q_per_kv
     dim = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
     in_dim = dim < head_dim
+    sliding_window = sliding_window if window_ref is None else window_ref[0]
+    k_scale, v_scale = (_fixed_scale(ref, layer, kv_head) for ref in (k_scale_ref, v_scale_ref))
+    largest = MAX_VALUE.get(jnp.dtype(v_ref.dtype).name, 1.0)
     # Logits are in base 2 throughout: exp2 is one instruction, and log2(e) joins a factor that is there anyway.
     sink, slope = (
         None if ref is None else _load(ref.at[head], q_index < block_q).astype(jnp.float32) * LOG2E
@@ -91,11 +100,12 @@ def _attention_kernel(
             key = begin + i * block_k + jnp.arange(block_k)
             live = key < end
             page = _load(page_table_ref.at[tile.seq, key // page_size], live)
-            index = layer, page[:, None], kv_head, (key % page_size)[:, None], dim
-            kv_mask = live[:, None] & in_dim
-            k = _load(k_ref.at[index], kv_mask).astype(dtype)
+            slot = layer, page, kv_head, key % page_size
+            k = _load_rows(k_ref, slot, live).astype(dtype)
 
-            logits = _dot(q, k.T) * (sm_scale * LOG2E)
+            logits = _dot(q, k.T) * (sm_scale * LOG2E * k_scale)
+            if _is_per_token(k_scale_ref):
+                logits *= _load(k_scale_ref.at[slot], live)[None, :]
             if logits_soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + e^2x)
                 logits = logits_soft_cap * LOG2E * (1 - 2 / (1 + jnp.exp2(logits * (2 / logits_soft_cap))))
             if slope is not None:
@@ -106,14 +116,23 @@ def _attention_kernel(
                     seen &= key[None, :] <= position[:, None]
                 if sliding_window is not None:
                     seen &= key[None, :] > position[:, None] - sliding_window
+            if tree_ref is not None:
+                draft = key - tile.num_old
+                drafted = (draft >= 0) & (draft < tree_ref.shape[1])
+                in_tree = _load(tree_ref.at[token[:, None], draft[None, :]], in_tile[:, None] & drafted[None, :])
+                seen &= (draft < 0)[None, :] | (in_tree != 0)
             logits = jnp.where(seen, logits, -jnp.inf)
 
             next_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
             p = jnp.exp2(logits - next_peak[:, None])
             alpha = jnp.exp2(peak - next_peak)
             # Masked V must be loaded as zero, not only weighed by zero: 0 * NaN from a stale slot is NaN.
-            v = _load(v_ref.at[index], kv_mask).astype(dtype)
-            acc = acc * alpha[:, None] + _dot(p.astype(dtype), v)
+            v = _load_rows(v_ref, slot, live).astype(dtype)
+            weight = p
+            if _is_per_token(v_scale_ref):
+                # Tiny for a dtype with large values, and float16 would keep few bits of it: kept near 1 by `largest`.
+                weight *= _load(v_scale_ref.at[slot], live)[None, :] * largest
+            acc = acc * alpha[:, None] + _dot(weight.astype(dtype), v)
             return acc, next_peak, total * alpha + jnp.sum(p, axis=1)
 
         state = (
@@ -126,6 +145,7 @@ def _attention_kernel(
 
         def store(out, lse, row, sink, log_base):
             scale, value = _normalise(peak, total, sink)
+            scale *= 1 / largest if _is_per_token(v_scale_ref) else v_scale
             _store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
             _store(lse.at[row, head], value * log_base, in_tile)
 
@@ -134,10 +154,13 @@ def _attention_kernel(
             return
         starts_here = share.stream_begin <= tile.stream_begin
         whole = starts_here & (tile.stream_end <= share.stream_end)
-        # A share's first piece may lack its beginning, and only its last piece its end: two slots are enough.
-        slot = 2 * program + starts_here.astype(jnp.int32)
+        if max_pieces is None:
+            # A share's first piece may lack its beginning, and only its last piece its end: two slots are enough.
+            part_row = (2 * program + starts_here.astype(jnp.int32)) * block_q + q_index
+        else:
+            part_row = program % max_pieces * q_ref.shape[0] + token
         pl.when(whole)(lambda: store(out_ref, lse_ref, token, sink, 1 / LOG2E))
-        pl.when(~whole)(lambda: store(part_ref, part_lse_ref, slot * block_q + q_index, None, 1.0))
+        pl.when(~whole)(lambda: store(part_ref, part_lse_ref, part_row, None, 1.0))
 
     if part_ref is None:
         attend(program, None)
@@ -146,33 +169,46 @@ def _attention_kernel(
 
 
 def _combine_kernel(
-    tiles_ref,  # [num_tiles, 7]
+    tiles_ref,  # [num_tiles, 8]
     shares_ref,  # [num_programs, 4]
-    part_ref,  # [2 * num_programs * block_q, num_q_heads, head_dim]
-    part_lse_ref,  # [2 * num_programs * block_q, num_q_heads], base 2
+    part_ref,  # [num_parts, num_q_heads, head_dim]
+    part_lse_ref,  # [num_parts, num_q_heads], base 2
     sinks_ref,  # [num_q_heads] or None
     _out_ref,
     _lse_ref,
     out_ref,  # [num_tokens, num_q_heads, head_dim], whole tiles written by the first kernel, as the next
     lse_ref,  # [num_tokens, num_q_heads]
     *,
+    max_pieces: int | None,
+    split_size: int | None,
     block_q: int,
     block_p: int,
 ):
-    # A tile that was cut is the last piece of the share in which it begins: one program for each share finds them all.
-    head_dim = out_ref.shape[2]
-    head, first, q_index = pl.program_id(0), pl.program_id(1) // block_q, pl.program_id(1) % block_q
-    share = _read(Share, shares_ref, first)
-    tile = _read(Tile, tiles_ref, jnp.maximum(share.tile_end - 1, 0))
-    was_cut = (share.stream_begin <= tile.stream_begin) & (tile.stream_end > share.stream_end)
-    last = (tile.stream_end - 1) // shares_ref[0, 1]  # the first share begins at 0, and only the last may be shorter
+    num_tokens, _, head_dim = out_ref.shape
+    head, index, q_index = pl.program_id(0), pl.program_id(1) // block_q, pl.program_id(1) % block_q
+    if max_pieces is None:
+        # A tile that was cut is the last piece of the share in which it begins: a program a share finds them all.
+        share = _read(Share, shares_ref, index)
+        tile = _read(Tile, tiles_ref, jnp.maximum(share.tile_end - 1, 0))
+        begins_here = (share.stream_begin <= tile.stream_begin) & (share.tile_begin < share.tile_end)
+        was_cut = begins_here & (tile.stream_end > share.stream_end)
+        # The first share begins at 0, and only the last may be shorter.
+        first, last = index, (tile.stream_end - 1) // shares_ref[0, 1]
+    else:
+        tile = _read(Tile, tiles_ref, index)
+        first = tile.kv_begin // split_size
+        last = jnp.minimum((tile.kv_end - 1) // split_size, max_pieces - 1)
+        was_cut = last > first
     dim = jnp.arange(pl.next_power_of_2(head_dim))
 
     def merge_block(i, state):
         acc, peak, total = state  # [head_dim], scalar, scalar
-        program = first + i * block_p + jnp.arange(block_p)
-        live = program <= last
-        row = (2 * program + (program == first)) * block_q + q_index
+        piece = first + i * block_p + jnp.arange(block_p)
+        live = piece <= last
+        if max_pieces is None:
+            row = (2 * piece + (piece == first)) * block_q + q_index
+        else:
+            row = piece * num_tokens + tile.token + q_index
         lse = plgpu.load(part_lse_ref.at[row, head], mask=live, other=-jnp.inf)
         part = _load(part_ref.at[row[:, None], head, dim[None, :]], live[:, None] & (dim < head_dim)[None, :])
         next_peak = jnp.maximum(peak, jnp.max(lse))
@@ -180,7 +216,7 @@ def _combine_kernel(
         alpha = jnp.exp2(peak - next_peak)
         return acc * alpha + jnp.sum(p[:, None] * part, axis=0), next_peak, total * alpha + jnp.sum(p)
 
-    @pl.when(was_cut & (share.tile_begin < share.tile_end) & (q_index < tile.num_q))
+    @pl.when(was_cut & (q_index < tile.num_q))
     def _():
         state = jnp.zeros((dim.shape[0],), jnp.float32), jnp.float32(LOWEST), jnp.float32(0)
         acc, peak, total = lax.fori_loop(0, pl.cdiv(last - first + 1, block_p), merge_block, state)
@@ -210,6 +246,38 @@ def _read(record, ref, row):
     return record(*(ref[row, i] for i in range(len(record._fields))))
 
 
+def _compute_dtype(q, k_pages):
+    """What products take in: quantised values become the type of the queries."""
+    return q.dtype if is_quantized(k_pages.dtype) else jnp.promote_types(q.dtype, k_pages.dtype)
+
+
+def _is_per_token(scale_ref) -> bool:
+    return scale_ref is not None and len(scale_ref.shape) == 4
+
+
+def _fixed_scale(ref, layer, kv_head):
+    """The scale of a head for all tokens; 1 where there is none, or one for each token."""
+    if ref is None or _is_per_token(ref):
+        return 1.0
+    return ref[0 if ref.shape[0] == 1 else layer, kv_head]
+
+
+def _load_rows(ref, slot, live):
+    """[block_k, head_dim] of `block_k` slots, 0 where they are not live or past head_dim.
+
+    One-byte values take three index axes: with two, Triton loads 8 bytes at a time instead of 16.
+    """
+    head_dim = ref.shape[-1]
+    width = pl.next_power_of_2(head_dim)
+    layer, page, kv_head, offset = slot
+    if ref.dtype.itemsize > 1:
+        dim = jnp.arange(width)[None, :]
+        return _load(ref.at[layer, page[:, None], kv_head, offset[:, None], dim], live[:, None] & (dim < head_dim))
+    dim = (jnp.arange(width // 16)[:, None] * 16 + jnp.arange(16))[None]
+    index = layer, page[:, None, None], kv_head, offset[:, None, None], dim
+    return _load(ref.at[index], live[:, None, None] & (dim < head_dim)).reshape(-1, width)
+
+
 def _load(ref, mask):
     return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
@@ -234,10 +302,13 @@ def paged_attention_triton(
     layer: int | Int32[Array, ""],
     sm_scale: float,
     logits_soft_cap: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | Int32[Array, ""] | None = None,
     sinks: Float[Array, " num_q_heads"] | None = None,
     alibi_slopes: Float[Array, " num_q_heads"] | None = None,
     causal: bool = True,
+    tree_mask: Bool[Array, "num_tokens max_q_len"] | None = None,
+    k_scale: Float[Array, "layers *scales"] | None = None,
+    v_scale: Float[Array, "layers *scales"] | None = None,
     plan: AttentionPlan | None = None,
     config: AttentionConfig | None = None,
     interpret: bool = False,
@@ -264,19 +335,27 @@ def paged_attention_triton(
     num_kv_heads = k_pages.shape[2]
     if plan is None:
         plan = make_plan(
-            seq_lens, cu_q_lens, num_tokens=num_tokens, sliding_window=sliding_window, causal=causal, config=config
+            seq_lens,
+            cu_q_lens,
+            num_tokens=num_tokens,
+            sliding_window=sliding_window,
+            causal=causal,
+            max_len=page_table.shape[1] * k_pages.shape[3],
+            config=config,
         )
-    check_plan(plan, PlanKey(seq_lens.shape[0], num_tokens, cu_q_lens is not None, sliding_window, causal))
+    check_plan(plan, PlanKey.of(seq_lens, q, cu_q_lens, sliding_window, causal))
     config = config or plan.config
     num_programs = plan.shares.shape[0]
     rows = plan.block_q * num_q_heads // num_kv_heads
-    block_m, block_k, num_warps, num_stages = _tile_sizes(
-        config, rows, head_dim, jnp.promote_types(q.dtype, k_pages.dtype)
+    block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, _compute_dtype(q, k_pages))
+    window, sliding_window = (
+        (None, sliding_window) if plan.made_for.sliding_window != "traced" else (sliding_window, None)
     )
 
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     split = plan.config.max_splits != 1
-    part_shape = 2 * num_programs * plan.block_q, num_q_heads, head_dim
+    num_parts = 2 * num_programs * plan.block_q if plan.max_pieces is None else plan.max_pieces * num_tokens
+    part_shape = num_parts, num_q_heads, head_dim
     part = jax.ShapeDtypeStruct(part_shape, jnp.float32) if split else None
     part_lse = jax.ShapeDtypeStruct(part_shape[:2], jnp.float32) if split else None
     out, lse, part, part_lse = pl.pallas_call(
@@ -286,6 +365,7 @@ def paged_attention_triton(
             logits_soft_cap=logits_soft_cap,
             sliding_window=sliding_window,
             causal=causal,
+            max_pieces=plan.max_pieces,
             block_q=plan.block_q,
             block_m=block_m,
             block_k=block_k,
@@ -304,14 +384,24 @@ def paged_attention_triton(
         q,
         k_pages,
         v_pages,
+        k_scale,
+        v_scale,
         sinks,
         alibi_slopes,
+        None if window is None else window.reshape(1),
+        tree_mask,
     )
     if not split:
         return out, lse
     return pl.pallas_call(
-        functools.partial(_combine_kernel, block_q=plan.block_q, block_p=2**11 // pl.next_power_of_2(head_dim)),
-        grid=(num_q_heads, num_programs * plan.block_q),
+        functools.partial(
+            _combine_kernel,
+            max_pieces=plan.max_pieces,
+            split_size=plan.config.split_size,
+            block_q=plan.block_q,
+            block_p=2**11 // pl.next_power_of_2(head_dim),
+        ),
+        grid=(num_q_heads, num_programs // (plan.max_pieces or 1) * plan.block_q),
         out_shape=(out, lse),
         input_output_aliases={4 + (sinks is not None): 0, 5 + (sinks is not None): 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
@@ -349,6 +439,7 @@ def why_unsupported(q: Array, k_pages: Array, v_pages: Array) -> str | None:
     if v_pages.shape[-1] != q.shape[-1]:
         return f"V must have K's head_dim {q.shape[-1]}; got {v_pages.shape[-1]}"
     for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
-        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            return f"{name} must be float32, bfloat16 or float16; got {x.dtype}"
+        known = ("float32", "bfloat16", "float16", *(MAX_VALUE if name != "q" else ()))
+        if x.dtype.name not in known:
+            return f"{name} must be {', '.join(known[:-1])} or {known[-1]}; got {x.dtype}"
     return None

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.config import NULL_PAGE
+from jaxpaged.quantize import MAX_VALUE, layer_scale
 
 # Tokens a chunk, measured on two CPU cores with SmolLM2's heads on JAX 0.10.2 and 0.12.0.1. A chunk of a decode step is
 # little work: past 32 tokens XLA splits it over threads, which took 68 ms instead of 33 (16 sequences of 130 tokens, 30
@@ -33,6 +34,8 @@ class _Tile(NamedTuple):
     position: Array  # [block_q], of each token in its sequence
     seq_len: Array  # scalar
     page_ids: Array  # [max_pages]
+    num_old: Array  # scalar, KV tokens of the sequence before this step's
+    tree_mask: Array | None  # [block_q, max_q_len]
 
 
 Attend = Callable[[_Tile], tuple[Array, Array]]
@@ -50,10 +53,13 @@ def paged_attention_xla(
     cu_q_lens: Int[Array, "num_seqs_plus_1"] | None,
     sm_scale: float,
     logits_soft_cap: float | None,
-    sliding_window: int | None,
+    sliding_window: int | Int[Array, ""] | None,
     sinks: Float[Array, "num_q_heads"] | None,
     alibi_slopes: Float[Array, "num_q_heads"] | None,
     causal: bool,
+    tree_mask: Bool[Array, "num_tokens max_q_len"] | None,
+    k_scale: Float[Array, "layers *scales"] | None,
+    v_scale: Float[Array, "layers *scales"] | None,
 ) -> tuple[Array, Array]:
     """`paged_attention` in XLA operations. Arguments and results are those of `jaxpaged.paged_attention`.
 
@@ -74,12 +80,14 @@ def paged_attention_xla(
         sliding_window=sliding_window,
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, q_per_kv),
         causal=causal,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     by_kv_head = q.reshape(num_tokens, num_kv_heads, q_per_kv, head_dim)
     if cu_q_lens is None:
-        out, lse = _decode(attend, by_kv_head, page_table, seq_lens)
+        out, lse = _decode(attend, by_kv_head, page_table, seq_lens, tree_mask)
     else:
-        out, lse = _ragged(attend, by_kv_head, page_table, seq_lens, cu_q_lens)
+        out, lse = _ragged(attend, by_kv_head, page_table, seq_lens, cu_q_lens, tree_mask)
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:2])
     if sinks is not None:
         # A sink adds to the denominator and nothing to the numerator: scale by what it leaves.
@@ -89,23 +97,30 @@ def paged_attention_xla(
     return out.astype(q.dtype), lse
 
 
-def _decode(attend: Attend, q: Array, page_table: Array, seq_lens: Array) -> tuple[Array, Array]:
+def _decode(
+    attend: Attend, q: Array, page_table: Array, seq_lens: Array, tree_mask: Array | None
+) -> tuple[Array, Array]:
     """One token a sequence; `q` is [num_seqs, num_kv_heads, q_per_kv, head_dim].
 
     On a CPU one sequence after another: a chunk then stays in the cache of a core, and each sequence takes as long as
     its own length says. Elsewhere all at once, as long as the longest.
     """
-    tiles = _Tile(q[:, :, None], seq_lens[:, None] - 1, seq_lens, page_table)
+    tree_mask = None if tree_mask is None else tree_mask[:, None]
+    tiles = _Tile(q[:, :, None], seq_lens[:, None] - 1, seq_lens, page_table, seq_lens - 1, tree_mask)
     out, lse = lax.platform_dependent(tiles, cpu=functools.partial(lax.map, attend), default=jax.vmap(attend))
     return out[:, :, 0], lse[:, :, 0]
 
 
-def _ragged(attend: Attend, q: Array, page_table: Array, seq_lens: Array, cu_q_lens: Array) -> tuple[Array, Array]:
+def _ragged(
+    attend: Attend, q: Array, page_table: Array, seq_lens: Array, cu_q_lens: Array, tree_mask: Array | None
+) -> tuple[Array, Array]:
     """Any number of tokens a sequence, a tile after another; `q` is [num_tokens, num_kv_heads, q_per_kv, head_dim]."""
     num_tokens = q.shape[0]
     block_q = min(_BLOCK_Q, num_tokens)
     # By head first, as a tile needs its rows. The last tile may reach past the last token.
     q = jnp.pad(q.swapaxes(0, 1), ((0, 0), (0, block_q), (0, 0), (0, 0)))
+    if tree_mask is not None:
+        tree_mask = jnp.pad(tree_mask, ((0, block_q), (0, 0)))
 
     def sequence(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
         begin, end = cu_q_lens[i], cu_q_lens[i + 1]
@@ -114,7 +129,8 @@ def _ragged(attend: Attend, q: Array, page_table: Array, seq_lens: Array, cu_q_l
             first = begin + t * block_q
             rows = lax.dynamic_slice_in_dim(q, first, block_q, axis=1)
             position = seq_lens[i] - end + first + jnp.arange(block_q)
-            answers = attend(_Tile(rows, position, seq_lens[i], page_table[i]))
+            mask = None if tree_mask is None else lax.dynamic_slice_in_dim(tree_mask, first, block_q)
+            answers = attend(_Tile(rows, position, seq_lens[i], page_table[i], seq_lens[i] - (end - begin), mask))
             # A tile's tail past its sequence belongs to the next one, whose own tile comes later and overwrites it.
             out, lse = (
                 lax.dynamic_update_slice_in_dim(whole, x, first, axis=1)
@@ -138,9 +154,11 @@ def _attend(
     layer: int | Array,
     sm_scale: float,
     logits_soft_cap: float | None,
-    sliding_window: int | None,
+    sliding_window: int | Array | None,
     alibi_slopes: Array | None,
     causal: bool,
+    k_scale: Array | None,
+    v_scale: Array | None,
 ) -> tuple[Array, Array]:
     """One tile against the pages of its sequence: an `Attend` with everything else bound."""
     num_kv_heads, block_q, q_per_kv, head_dim = tile.q.shape
@@ -151,15 +169,18 @@ def _attend(
     q = tile.q.reshape(num_kv_heads, block_q * q_per_kv, head_dim)
     position = jnp.repeat(tile.position, q_per_kv)[:, None]  # [block_q * q_per_kv, 1]
     slopes = None if alibi_slopes is None else jnp.tile(alibi_slopes, (1, block_q))[:, :, None]
-    precision = lax.Precision.HIGHEST if k_pages.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-    def read(pages: Array, ids: Array) -> Array:  # [num_kv_heads, chunk, head_dim]
+    def read(pages: Array, ids: Array) -> Array:  # [num_kv_heads, chunk, head_dim]; of scales, [num_kv_heads, chunk]
         if pages_per_chunk > _MAX_SLICES:
             heads = jnp.arange(num_kv_heads)[:, None]
-            return pages[layer, ids, heads].reshape(num_kv_heads, chunk, head_dim)
-        size = (1, 1, *pages.shape[2:])
-        slices = [lax.dynamic_slice(pages, (layer, page, 0, 0, 0), size)[0, 0] for page in ids]
+            return pages[layer, ids, heads].reshape(num_kv_heads, chunk, *pages.shape[4:])
+        size, rest = (1, 1, *pages.shape[2:]), (0,) * (pages.ndim - 2)
+        slices = [lax.dynamic_slice(pages, (layer, page, *rest), size)[0, 0] for page in ids]
         return jnp.concatenate(slices, axis=1)
+
+    def scale_of(scale: Array, ids: Array) -> Array:  # [num_kv_heads, 1, chunk or 1]
+        return (read(scale, ids) if scale.ndim == 4 else layer_scale(scale, layer)[:, None])[:, None]
 
     def gather(pages: Array, ids: Array) -> Array:
         if pages.dtype.itemsize != 2 or jax.__version_info__ >= (0, 11):
@@ -168,6 +189,10 @@ def _attend(
         # out of a branch. The condition always holds; the compiler does not know.
         return lax.cond(ids[0] >= 0, read, lambda *args: jnp.zeros_like(read(*args)), pages, ids)
 
+    # A scale that makes the largest value of a token 57344 is a tiny number, of which float16 keeps few bits. Weights
+    # are multiplied by that value as long as they are narrow.
+    largest = MAX_VALUE.get(v_pages.dtype.name, 1.0)
+
     def body(c: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, running_max, total = state
         key = c * chunk + jnp.arange(chunk)
@@ -175,10 +200,9 @@ def _attend(
         ids = lax.dynamic_slice_in_dim(page_ids, c * pages_per_chunk, pages_per_chunk)
         # Entries past the last page may hold anything: they are not followed.
         ids = jnp.where(live[::page_size], ids, NULL_PAGE)
-        logits = jnp.einsum(
-            "hrd,hkd->hrk", q, gather(k_pages, ids), precision=precision, preferred_element_type=jnp.float32
-        )
-        logits *= sm_scale
+        k = gather(k_pages, ids).astype(q.dtype)
+        logits = jnp.einsum("hrd,hkd->hrk", q, k, precision=precision, preferred_element_type=jnp.float32)
+        logits *= sm_scale if k_scale is None else sm_scale * scale_of(k_scale, ids)
         if logits_soft_cap is not None:
             logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
         if slopes is not None:
@@ -188,6 +212,10 @@ def _attend(
             seen &= key <= position
         if sliding_window is not None:
             seen &= key > position - sliding_window
+        if tile.tree_mask is not None:
+            draft, width = key - tile.num_old, tile.tree_mask.shape[1]
+            in_tree = tile.tree_mask[:, jnp.clip(draft, 0, width - 1)] & (draft < width)  # [block_q, chunk]
+            seen &= jnp.repeat((draft < 0) | in_tree, q_per_kv, axis=0)
         logits = jnp.where(seen, logits, -jnp.inf)
         new_max = jnp.maximum(running_max, logits.max(-1))
         # A row that has seen nothing yet has maximum -inf, and -inf - -inf is NaN: shift it by 0 instead.
@@ -195,9 +223,10 @@ def _attend(
         decay = jnp.exp(running_max - shift)
         p = jnp.exp(logits - shift[..., None])
         # A slot without an owner may hold NaN, and 0 * NaN is NaN.
-        v = jnp.where(live[:, None], gather(v_pages, ids), 0)
+        v = jnp.where(live[:, None], gather(v_pages, ids).astype(q.dtype), 0)
+        weight = p if v_scale is None else p * jnp.where(live, scale_of(v_scale, ids), 0) * largest
         product = jnp.einsum(
-            "hrk,hkd->hrd", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+            "hrk,hkd->hrd", weight.astype(q.dtype), v, precision=precision, preferred_element_type=jnp.float32
         )
         return acc * decay[..., None] + product, new_max, total * decay + p.sum(-1)
 
@@ -214,5 +243,5 @@ def _attend(
         (jnp.zeros(q.shape), jnp.full(q.shape[:2], -jnp.inf), jnp.zeros(q.shape[:2])),
     )
     lse = jnp.where(total > 0, running_max, -jnp.inf) + jnp.log(jnp.where(total > 0, total, 1))
-    out = acc / jnp.where(total > 0, total, 1)[..., None]
+    out = acc / (largest * jnp.where(total > 0, total, 1))[..., None]
     return out.reshape(tile.q.shape), lse.reshape(tile.q.shape[:3])

@@ -155,7 +155,7 @@ def test_make_plan_new_lengths_reuse_the_trace():
 
     for lens in ([1, 2, 3, 4], [0, 0, 0, 0], [4000, 1, 0, 7]):
         made = plan(jnp.array(lens, jnp.int32))
-        chex.assert_shape([made.tiles, made.shares], [(4, 7), (AttentionConfig().num_programs, 4)])
+        chex.assert_shape([made.tiles, made.shares], [(4, 8), (AttentionConfig().num_programs, 4)])
         chex.assert_type([made.tiles, made.shares], jnp.int32)
     assert jax.tree.structure(made) == jax.tree.structure(plan(jnp.zeros(4, jnp.int32)))
 

@@ -49,7 +49,10 @@ def test_allocate_too_many_raises_with_numbers_and_changes_nothing():
     pool = PagePool(6)
     pool.allocate(3)
     before = state_of(pool)
-    with pytest.raises(OutOfPagesError, match=r"^Allocation needs 3 pages; 2 are free\. Free a sequence, or enlarge the pool \(`num_pages`\)\.$") as refused:
+    with pytest.raises(
+        OutOfPagesError,
+        match=r"^Allocation needs 3 pages; 2 are free\. Free a sequence, or enlarge the pool \(`num_pages`\)\.$",
+    ) as refused:
         pool.allocate(3)
     assert (refused.value.needed, refused.value.free) == (3, 2)
     assert state_of(pool) == before
@@ -58,7 +61,11 @@ def test_allocate_too_many_raises_with_numbers_and_changes_nothing():
 def test_out_of_pages_error_is_a_runtime_error_and_survives_pickling():
     error = pickle.loads(pickle.dumps(OutOfPagesError(5, 2, "This")))
     assert isinstance(error, RuntimeError)
-    assert (error.needed, error.free, str(error)) == (5, 2, "This needs 5 pages; 2 are free. Free a sequence, or enlarge the pool (`num_pages`).")
+    assert (error.needed, error.free, str(error)) == (
+        5,
+        2,
+        "This needs 5 pages; 2 are free. Free a sequence, or enlarge the pool (`num_pages`).",
+    )
 
 
 def test_retain_makes_a_page_survive_one_release():
