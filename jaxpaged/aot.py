@@ -121,6 +121,20 @@ class Launch:
     shared_bytes: int
     graph: bool
 
+    def blocks_per_sm(self, gpu: Gpu) -> int:
+        """How many blocks run on an SM at once: the least that registers, shared memory and threads allow.
+
+        Raises:
+            ValueError: The kernel's registers are not known.
+        """
+        if self.kernel is None:
+            raise ValueError(f"`kernel` of {self.name} must be known; got None.")
+        warps = -(-self.threads // 32)
+        # A quarter of an SM has a quarter of its 65536 registers, and gives them to a warp 256 at a time.
+        warps_by_registers = 4 * (16384 // (-(-self.kernel.registers * 32 // 256) * 256))
+        by_shared = gpu.shared_per_sm // (self.shared_bytes + 1024)  # the driver takes a KiB a block
+        return min(warps_by_registers // warps, by_shared, gpu.threads_per_sm // (32 * warps), 32)
+
     def __str__(self) -> str:
         code = f"{k.registers} registers, {k.spill_bytes} B spilled" if (k := self.kernel) else "code unknown"
         grid = "x".join(map(str, self.grid))

@@ -1,0 +1,134 @@
+"""Machine code of the kernels for each GPU: nothing spilled, loads wide and ahead, tensor cores, nothing around them."""
+
+import pytest
+
+from benchmarks.programs import (
+    ATTENTION,
+    LLAMA_8B,
+    NUM_SEQS,
+    Attention,
+    compile_attention,
+    compile_jax_attention,
+    compile_step,
+    launches_per_layer,
+    read_attention,
+)
+from jaxpaged.aot import GPUS
+from jaxpaged.config import AttentionConfig
+from jaxpaged.ops.triton import _tile_sizes
+from tests.test_aot import needs_nvdisasm, needs_plugin
+
+pytestmark = [pytest.mark.aot, needs_plugin, needs_nvdisasm]
+
+WHOLE, FIXED = AttentionConfig(max_splits=1), AttentionConfig(split_size=512)
+# Every option, dtype, head_dim and group, and most pairs of them; each costs a second or two on each of four GPUs.
+CALLS = {
+    "decode": ATTENTION["decode"],
+    "group 7, head_dim 80, float16": Attention(
+        dtype="float16", num_q_heads=56, head_dim=80, sinks=True, logits_soft_cap=30.0, config=FIXED
+    ),
+    "group 1, head_dim 64, float32": Attention(
+        dtype="float32", num_q_heads=8, head_dim=64, sliding_window=1024, config=WHOLE
+    ),
+    "int8": ATTENTION["int8"],
+    "int8, scale a head": Attention(dtype="int8", scale="head", num_q_heads=128, head_dim=64, alibi=True),
+    "float8_e4m3fn": Attention(dtype="float8_e4m3fn", sliding_window=1024, sinks=True),
+    "float8_e5m2": Attention(dtype="float8_e5m2", num_q_heads=56, head_dim=256, config=FIXED),
+    "speculative 4": ATTENTION["speculative 4"],
+    "speculative 8, head_dim 64, float16": Attention(
+        dtype="float16", q_len=8, num_q_heads=128, head_dim=64, logits_soft_cap=30.0, config=WHOLE
+    ),
+    "prefill, window, soft cap": ATTENTION["prefill, window, soft cap"],
+    "prefill, head_dim 256": ATTENTION["prefill, head_dim 256"],
+    "prefill, float32": Attention(dtype="float32", q_len=256, num_q_heads=8, sinks=True),
+    "prefill, int8": ATTENTION["prefill, int8"],
+}
+REFUSED = {("a100", "float8_e4m3fn")}  # its registers know no such type: compute capability 8.9 and later do
+SPILLS: set[tuple[str, str]] = set()
+PAIRS = [(gpu, name) for name in CALLS for gpu in GPUS if (gpu, name) not in REFUSED]
+
+
+def compiled(gpu, name):
+    return compile_attention(CALLS[name], gpu)
+
+
+def code_of(gpu, name):
+    return read_attention(compiled(gpu, name), CALLS[name], gpu)
+
+
+@pytest.mark.parametrize(("gpu", "name"), PAIRS)
+def test_attention_compiled_is_its_launches_alone_without_copies(gpu, name):
+    program, call = compiled(gpu, name), CALLS[name]
+    names = ["paged_attention", "paged_attention_combine"][: call.num_launches]
+    assert [launch.name for launch in program.launches] == names
+    assert program.copies(1) == []
+    if call.num_launches == 1:
+        assert program.temp_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        pytest.param(*x, marks=pytest.mark.xfail(reason="spills a few bytes") if x in SPILLS else ())
+        for x in PAIRS
+    ],
+)
+def test_attention_compiled_does_not_spill(gpu, name):
+    assert {x.name: x.kernel.spill_bytes for x in compiled(gpu, name).launches if x.kernel.spill_bytes} == {}
+
+
+@pytest.mark.parametrize(("gpu", "name"), PAIRS)
+def test_attention_compiled_copies_16_bytes_ahead_and_multiplies_on_tensor_cores(gpu, name):
+    code, call = code_of(gpu, name), CALLS[name]
+    # What is copied a turn, 16 bytes an instruction, is the whole K and V tile: nothing of it is loaded otherwise.
+    group = call.num_q_heads // call.num_kv_heads
+    rows = group if call.q_len == 1 else call.config.block_q * group
+    assert code.tokens_per_turn == _tile_sizes(call.config, rows, call.head_dim, call.compute_dtype)[1]
+    # Page ids and scales are copied ahead as well: a load here would stop the loop for as long as memory takes.
+    assert code.code.hot_loop.count("LDG") == 0
+    assert code.tiles_in_flight >= (2 if call.q_len == 1 else 1)
+    assert bool(code.matrix) == (call.dtype != "float32")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.q_len == 1])
+def test_attention_compiled_decode_keeps_30_kilobytes_in_flight_an_sm(gpu, name):
+    if (gpu, name) not in REFUSED:
+        assert code_of(gpu, name).bytes_in_flight >= 30_000
+
+
+def test_attention_compiled_decode_on_an_h200_takes_24_instructions_a_token():
+    assert code_of("h200", "decode").instructions_per_token <= 24
+
+
+def test_jax_attention_compiled_reads_as_other_tools_do():
+    """26.75 warp-instructions a token where its tile is 64 tokens: 214 in the loop, by 8 warps."""
+    call = ATTENTION["decode"]
+    program = compile_jax_attention(call, "h200", 64)
+    code = read_attention(program, call, "h200")
+    assert (len(program.launches), code.tokens_per_turn) == (6, 64)
+    assert 26 <= code.instructions_per_token <= 27
+    assert program.copies(1) != []
+
+
+@pytest.mark.parametrize(("gpu", "name"), sorted(REFUSED))
+def test_attention_compiled_of_e4m3_on_an_a100_is_refused_by_name(gpu, name):
+    with pytest.raises(NotImplementedError, match="float8_e4m3fn"):
+        compiled(gpu, name)
+
+
+def test_decode_step_of_8b_on_an_h200_is_one_graph_without_large_copies():
+    program = compile_step()
+    assert program.command_buffers == 1
+    assert "kWhile" not in program.thunks
+    assert all(launch.graph for launch in program.launches)
+    # Neither the cache nor a weight: the smallest matrix of a layer is that of O.
+    assert program.copies(2 * LLAMA_8B.hidden_size * LLAMA_8B.num_q_heads * LLAMA_8B.head_dim) == []
+    assert program.temp_bytes < 64 * 2**20
+    a_layer = launches_per_layer(program, LLAMA_8B.num_layers)
+    assert a_layer["paged_attention"] == a_layer["paged_attention_combine"] == 1
+    # Of K and V, both; in place.
+    pool = 8192 * 16 * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim * 2 * LLAMA_8B.num_layers
+    assert program.alias_bytes >= 2 * pool
+    assert program.temp_bytes >= NUM_SEQS * LLAMA_8B.vocab_size * 2  # the logits: the step is a whole one
+    assert sum(a_layer.values()) <= 15, a_layer
