@@ -21,6 +21,7 @@ from jaxpaged.testing import assert_attention_close, make_case, oracle
 LENS = (0, 1, 15, 16, 17, 70, 0, 300)
 RAGGED_LENS, RAGGED_Q_LENS = (50, 0, 45, 300, 33, 1), (1, 0, 20, 5, 33, 1)
 SINKS, SLOPES = np.linspace(-3.0, 6.0, 8).astype(np.float32), (2.0 ** -np.arange(1, 9)).astype(np.float32)
+CUT = AttentionConfig(num_programs=16)  # every long sequence, in a batch this small
 FIXED, WHOLE = AttentionConfig(split_size=64), AttentionConfig(max_splits=1)
 
 
@@ -36,28 +37,29 @@ class Check:
 
     case: dict = dataclasses.field(default_factory=dict)
     options: dict = dataclasses.field(default_factory=dict)
-    config: AttentionConfig = AttentionConfig(num_programs=16)
+    config: AttentionConfig = CUT
     ragged: bool = False
     traced_window: bool = False
     tree: bool = False
 
 
 BF16 = {"dtype": "bfloat16", "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "page_size": 16}
+F32 = BF16 | {"dtype": "float32"}
 ALL = {"sm_scale": 0.2, "logits_soft_cap": 3.0, "sliding_window": 40, "sinks": SINKS, "alibi_slopes": SLOPES}
 CHECKS = {
     "bfloat16": Check(case=BF16),
     "float16": Check(case=BF16 | {"dtype": "float16"}),
-    "float32, not TF32": Check(case=BF16 | {"dtype": "float32"}),
+    "float32, not TF32": Check(case=F32),
     "int8": Check(case=BF16 | {"dtype": "int8", "q_dtype": "bfloat16"}),
     "int8, scale a head": Check(case=BF16 | {"dtype": "int8", "q_dtype": "float16", "scale_per": "head"}),
     "float8_e4m3fn": Check(case=BF16 | {"dtype": "float8_e4m3fn", "q_dtype": "bfloat16"}),
     "float8_e5m2": Check(case=BF16 | {"dtype": "float8_e5m2", "q_dtype": "float16"}),
     "ragged": Check(case=BF16 | {"padding_tokens": 9}, ragged=True),
     "ragged, all options": Check(case=BF16, options=ALL, ragged=True),
-    "all options": Check(case=BF16 | {"dtype": "float32"}, options=ALL),
+    "all options": Check(case=F32, options=ALL),
     "fixed cuts": Check(case=BF16, config=FIXED),
     "whole tiles": Check(case=BF16, config=WHOLE),
-    "ragged float32": Check(case=BF16 | {"dtype": "float32"}, ragged=True),
+    "ragged float32": Check(case=F32, ragged=True),
     "ragged float8_e5m2": Check(case=BF16 | {"dtype": "float8_e5m2", "q_dtype": "bfloat16"}, ragged=True),
     "ragged int8, fixed cuts": Check(case=BF16 | {"dtype": "int8", "q_dtype": "bfloat16"}, ragged=True, config=FIXED),
     "ragged, whole tiles": Check(case=BF16, ragged=True, config=WHOLE),
@@ -67,7 +69,7 @@ CHECKS = {
     "window of a traced size": Check(case=BF16, options={"sliding_window": 19}, traced_window=True, ragged=True),
     "sinks": Check(case=BF16, options={"sinks": SINKS}),
     "alibi": Check(case=BF16, options={"alibi_slopes": SLOPES}),
-    "soft cap of large logits": Check(case=BF16 | {"dtype": "float32"}, options={"sm_scale": 900.0, "logits_soft_cap": 30.0}),
+    "soft cap of large logits": Check(case=F32, options={"sm_scale": 900.0, "logits_soft_cap": 30.0}),
     "head_dim 16, page 1": Check(case=BF16 | {"head_dim": 16, "page_size": 1}),
     "head_dim 64, page 256": Check(case=BF16 | {"head_dim": 64, "page_size": 256}),
     "head_dim 80, page 24": Check(case=BF16 | {"head_dim": 80, "page_size": 24}),
@@ -83,6 +85,17 @@ CHECKS = {
 }  # fmt: skip
 SAMPLE = list(CHECKS)[:12]
 """Those that run before anything is timed: each dtype, each partition, decode and ragged, all options."""
+
+
+def runs_on(name: str, device: jax.Device) -> bool:
+    """Whether a device knows the types of a check: float8_e4m3fn needs compute capability 8.9."""
+    is_e4m3 = CHECKS[name].case["dtype"] == "float8_e4m3fn"
+    return not (is_e4m3 and device.platform == "gpu" and float(device.compute_capability) < 8.9)
+
+
+def sample_for(device: jax.Device) -> list[str]:
+    """`SAMPLE`, as far as it runs on a device."""
+    return [name for name in SAMPLE if runs_on(name, device)]
 
 
 @functools.cache

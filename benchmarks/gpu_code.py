@@ -106,7 +106,9 @@ def show(rows: list[dict], console: rich.console.Console) -> None:
             if row["gpu"] == gpu and row["call"] == "decode" and "mix" in row:
                 mix = ", ".join(f"{name} {row['mix'][name]}" for name in _MIX if name in row["mix"])
                 by, turn, pages = row["by"], row["instructions_per_turn"], row["max_pages"]
-                console.print(f"decode by {by} ({pages} pages): {turn} a turn of {row['tokens_per_turn']} tokens: {mix}")
+                console.print(
+                    f"decode by {by} ({pages} pages): {turn} a turn of {row['tokens_per_turn']} tokens: {mix}"
+                )
 
 
 def measure_step(gpu: str) -> dict:
@@ -180,7 +182,7 @@ def verdicts(rows: list[dict], step: dict | None) -> list[tuple[str, str, bool]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", choices=GPUS, action="append", help="one of them; again for more; default: all")
     parser.add_argument("--call", choices=ATTENTION, action="append", help="likewise")
     parser.add_argument("--no-step", action="store_true", help="leave the decode step out")
@@ -194,8 +196,8 @@ def main() -> None:
     if step:
         layers, names = LLAMA_8B.num_layers, step["launches_per_layer"]
         console.print(
-            f"Greedy decode step of {layers} layers, batch {step['num_seqs']}, on an H200: {step['launches']} launches in "
-            f"{step['command_buffers']} CUDA graph; a layer {sum(names.values())}: "
+            f"Greedy decode step of {layers} layers, batch {step['num_seqs']}, on an H200: {step['launches']} launches "
+            f"in {step['command_buffers']} CUDA graph; a layer {sum(names.values())}: "
             + ", ".join(f"{n} {name}" for name, n in names.items())
             + "; once a step: "
             + ", ".join(f"{n} {name}" for name, n in step["once_a_step"].items())

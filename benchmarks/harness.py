@@ -20,9 +20,6 @@ import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
-import rich.console
-import rich.table
-
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -98,6 +95,10 @@ def report(benchmark: str, questions: list[Question], *, device: str | None = No
     Args:
         device: A name such as "NVIDIA H200"; None means this machine's CPU.
     """
+    # Not at the top: a machine with a GPU may have nothing but what its benchmarks need.
+    import rich.console
+    import rich.table
+
     machine = describe_machine(device)
     console = rich.console.Console()
     if not console.is_terminal:

@@ -25,6 +25,7 @@ from jaxpaged.quantize import is_quantized
 from jaxpaged.sass import MATRIX, WIDE_COPY, Code, read_sass
 
 _shape = jax.ShapeDtypeStruct
+DEFAULT = AttentionConfig()
 NUM_SEQS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 128, 8192
 
 
@@ -49,7 +50,7 @@ class Attention:
     logits_soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
-    config: AttentionConfig = AttentionConfig()
+    config: AttentionConfig = DEFAULT
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -151,7 +152,7 @@ def why_not_jax(call: Attention) -> str | None:
         ("sinks", call.sinks),
         ("ALiBi", call.alibi),
         ("scale a head", call.scale == "head"),
-        ("such a partition", call.config != AttentionConfig()),
+        ("such a partition", call.config != DEFAULT),
     ):
         if given:
             return f"no {name}"

@@ -53,7 +53,7 @@ class Code:
 
     @property
     def prologue(self) -> "Code":
-        """What runs before the hot loop: since the loop around it, or another that copies tiles, or the kernel began."""
+        """What runs before the hot loop, since the loop around it or another that copies tiles or the kernel began."""
         begin, end = self._hot_bounds()
         around = [first for first, last in self.loops if first <= begin and end < last]
         others = [last for first, last in self.loops if last <= begin and self.slice(first, last).count(WIDE_COPY)]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged.aot import GPUS, compile_for, hlo_copies
+from jaxpaged.aot import GPUS, Kernel, Launch, compile_for, hlo_copies
 from jaxpaged.config import AttentionConfig
 from jaxpaged.ops.plan import make_plan
 from jaxpaged.ops.triton import paged_attention_triton
@@ -110,6 +110,28 @@ def test_compile_for_counts_graphs_donation_and_copies():
     assert sum(launch.graph for launch in kept.launches) >= 12
     assert [launch.name.split("_")[0] for launch in kept.launches if launch.kernel is None] == ["sort"]
     assert f"{len(kept.launches)} launches, " in str(kept)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "registers", "threads", "shared_bytes", "blocks"),
+    [
+        ("h200", 128, 128, 72192, 3),  # shared memory
+        ("h200", 144, 64, 1024, 6),  # registers: 4608 a warp, so 3 warps a quarter of an SM
+        ("h200", 16, 64, 0, 32),  # blocks
+        ("l4", 16, 512, 0, 3),  # threads
+        ("l4", 128, 128, 72192, 1),
+    ],
+)
+def test_launch_blocks_per_sm_is_the_least_that_anything_allows(gpu, registers, threads, shared_bytes, blocks):
+    kernel = Kernel(name="k", registers=registers, spill_bytes=0, cubin=b"")
+    launch = Launch(name="k", kernel=kernel, grid=(1,), threads=threads, shared_bytes=shared_bytes, graph=False)
+    assert launch.blocks_per_sm(GPUS[gpu]) == blocks
+
+
+def test_launch_blocks_per_sm_of_unknown_code_raises():
+    launch = Launch(name="sort", kernel=None, grid=(1,), threads=32, shared_bytes=0, graph=False)
+    with pytest.raises(ValueError, match="`kernel` of sort must be known; got None"):
+        launch.blocks_per_sm(GPUS["h200"])
 
 
 def test_compile_for_unknown_gpu_raises():
