@@ -88,10 +88,11 @@ def show(rows: list[dict], console: rich.console.Console) -> None:
             *("warp-instr. a token", "16-byte copies a turn", "tensor core", "kB in flight an SM", "temp B", "copies"),
             title=f"{GPUS[gpu].name}: the attention kernel's loop",
         )
+        refused = []
         for row in (r for r in rows if r["gpu"] == gpu):
             by = row["by"] if row["max_pages"] == programs.MAX_PAGES else f"{row['by']}, {row['max_pages']} pages"
             if "refused" in row:
-                table.add_row(row["call"], by, f"refused: {row['refused']}")
+                refused.append(f"{row['call']} by {by}: {row['refused']}")
                 continue
             a_token = row["instructions_per_token"]
             table.add_row(
@@ -102,6 +103,7 @@ def show(rows: list[dict], console: rich.console.Console) -> None:
                 *(f"{row['bytes_in_flight_per_sm'] / 1000:.0f}", str(row["temp_bytes"]), str(row["copies"])),
             )
         console.print(table)
+        console.print("Refused:", "; ".join(refused) or "none")
         for row in rows:
             if row["gpu"] == gpu and row["call"] == "decode" and "mix" in row:
                 mix = ", ".join(f"{name} {row['mix'][name]}" for name in _MIX if name in row["mix"])

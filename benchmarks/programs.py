@@ -31,13 +31,14 @@ NUM_SEQS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 128, 8192
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """One way to call the kernel: 64 sequences, pages of 16 tokens, one layer of two.
+    """One way to call the kernel: 64 sequences with tables of 128 pages, one layer of two.
 
     Attributes:
         dtype: Of the pages; queries over one-byte pages are bfloat16.
         q_len: Query tokens a sequence; of a decode step 1, without `cu_q_lens`.
         scale: Of one-byte pages: for each `"token"` and head, or for each `"head"`.
         sinks: A sink a head.
+        tree: A tree mask, as wide as `q_len`.
     """
 
     dtype: str = "bfloat16"
@@ -50,6 +51,8 @@ class Attention:
     logits_soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    tree: bool = False
+    page_size: int = PAGE_SIZE
     config: AttentionConfig = DEFAULT
 
     @property
@@ -77,6 +80,7 @@ ATTENTION = {
     "float8_e5m2": Attention(dtype="float8_e5m2"),
     "head_dim 64": Attention(head_dim=64),
     "head_dim 80": Attention(head_dim=80),
+    "head_dim 80, page 24": Attention(head_dim=80, page_size=24),
     "head_dim 256": Attention(head_dim=256),
     "group 1": _group(1),
     "group 7": _group(7),
@@ -88,6 +92,7 @@ ATTENTION = {
     "split_size=512": Attention(config=AttentionConfig(split_size=512)),
     "speculative 4": Attention(q_len=4),
     "speculative 8": Attention(q_len=8),
+    "speculative 8, tree": Attention(q_len=8, tree=True),
     "prefill": Attention(q_len=256),
     "prefill, window, soft cap": Attention(q_len=256, sliding_window=1024, logits_soft_cap=30.0),
     "prefill, head_dim 256": Attention(q_len=256, head_dim=256),
@@ -101,7 +106,7 @@ def compile_attention(call: Attention, gpu: str) -> Program:
     """One call with a plan made before, as in a model: the plan is made once a step."""
     heads, dtype = (call.num_q_heads, call.num_kv_heads), jnp.dtype(call.dtype)
     num_tokens = NUM_SEQS * call.q_len
-    pages = _shape((2, NUM_PAGES, call.num_kv_heads, PAGE_SIZE, call.head_dim), dtype)
+    pages = _shape((2, NUM_PAGES, call.num_kv_heads, call.page_size, call.head_dim), dtype)
     scale = None
     if is_quantized(dtype):
         scale = _shape(pages.shape[:4] if call.scale == "token" else (2, call.num_kv_heads), jnp.float32)
@@ -114,7 +119,7 @@ def compile_attention(call: Attention, gpu: str) -> Program:
             cu,
             num_tokens=num_tokens,
             sliding_window=call.sliding_window,
-            max_len=MAX_PAGES * PAGE_SIZE,
+            max_len=MAX_PAGES * call.page_size,
             config=call.config,
         ),
         lens,
@@ -132,6 +137,7 @@ def compile_attention(call: Attention, gpu: str) -> Program:
         "v_scale": scale,
         "sinks": per_head if call.sinks else None,
         "alibi_slopes": per_head if call.alibi else None,
+        "tree_mask": _shape((num_tokens, call.q_len), jnp.bool_) if call.tree else None,
     }
     attend = functools.partial(
         paged_attention_triton,
@@ -169,7 +175,7 @@ def compile_jax_attention(call: Attention, gpu: str, max_pages: int = MAX_PAGES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of that module
         theirs = importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention")
-    pages = _shape((call.num_kv_heads, NUM_PAGES, PAGE_SIZE, call.head_dim), call.dtype)
+    pages = _shape((call.num_kv_heads, NUM_PAGES, call.page_size, call.head_dim), call.dtype)
     scale = _shape(pages.shape[:3], jnp.float32) if is_quantized(call.dtype) else None
     return compile_for(
         lambda *args: theirs.paged_attention(*args, attn_logits_soft_cap=call.logits_soft_cap),
@@ -216,7 +222,10 @@ class AttentionCode:
 
     @property
     def tiles_in_flight(self) -> float:
-        """K/V tiles asked for ahead: what is copied before the hot loop, in units of what it copies a turn."""
+        """K/V tiles asked for ahead: what is copied before the hot loop, in units of what it copies a turn.
+
+        Too large where the compiler made several versions of the loop, as it does for tensor cores of a B200.
+        """
         return self.code.prologue.count(WIDE_COPY) / max(1, self.code.hot_loop.count(WIDE_COPY))
 
     @property

@@ -34,7 +34,9 @@ CALLS = {
     "int8, scale a head": Attention(dtype="int8", scale="head", num_q_heads=128, head_dim=64, alibi=True),
     "float8_e4m3fn": Attention(dtype="float8_e4m3fn", sliding_window=1024, sinks=True),
     "float8_e5m2": Attention(dtype="float8_e5m2", num_q_heads=56, head_dim=256, config=FIXED),
+    "head_dim 80, page 24": ATTENTION["head_dim 80, page 24"],
     "speculative 4": ATTENTION["speculative 4"],
+    "speculative 8, tree": ATTENTION["speculative 8, tree"],
     "speculative 8, head_dim 64, float16": Attention(
         dtype="float16", q_len=8, num_q_heads=128, head_dim=64, logits_soft_cap=30.0, config=WHOLE
     ),
@@ -44,8 +46,11 @@ CALLS = {
     "prefill, int8": ATTENTION["prefill, int8"],
 }
 REFUSED = {("a100", "float8_e4m3fn")}  # its registers know no such type: compute capability 8.9 and later do
-# Known, 8 to 16 bytes each; none of them with `num_stages=3`, the last with `block_k=32`.
+# Known. 96 to 576 bytes with a tree mask and 16 in an int8 prefill, neither with `block_k=32`; 8 to 16 in decode, none
+# with `num_stages=3`.
 SPILLS = {
+    *((gpu, "speculative 8, tree") for gpu in GPUS),
+    ("h200", "head_dim 80, page 24"),
     ("l4", "group 7, head_dim 80, float16"),
     ("l4", "int8"),
     ("b200", "int8"),
@@ -90,8 +95,9 @@ def test_attention_compiled_copies_16_bytes_ahead_and_multiplies_on_tensor_cores
     group = call.num_q_heads // call.num_kv_heads
     rows = group if call.q_len == 1 else call.config.block_q * group
     assert code.tokens_per_turn == _tile_sizes(call.config, rows, call.head_dim, call.compute_dtype)[1]
-    # Page ids and scales are copied ahead as well: a load here would stop the loop for as long as memory takes.
-    assert code.code.hot_loop.count("LDG") == 0
+    # Page ids and scales are copied ahead as well: a load here would stop the loop for as long as memory takes. The
+    # elements of a tree mask are too small to be copied so.
+    assert bool(code.code.hot_loop.count("LDG")) == call.tree
     assert code.tiles_in_flight >= (2 if call.q_len == 1 else 1)
     assert bool(code.matrix) == (call.dtype != "float32")
 
