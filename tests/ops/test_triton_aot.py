@@ -143,6 +143,6 @@ def test_decode_step_of_8b_on_an_h200_is_one_graph_without_large_copies():
     pool = 8192 * 16 * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim * 2 * LLAMA_8B.num_layers
     assert program.alias_bytes >= 2 * pool
     assert program.temp_bytes >= NUM_SEQS * LLAMA_8B.vocab_size * 2  # the logits: the step is a whole one
-    # Wanted: 8. Today 4 products, 2 norms, rope with split, 2 scatters, attention, combine, 2 residual adds, silu, and a
-    # slice that takes the layer's number out of what the unrolled scan runs over.
+    # Wanted: 8. Today 4 products, 2 norms, rope with split, 2 scatters, attention, combine, 2 residual adds, silu, and
+    # a slice that takes the layer's number out of what the unrolled scan runs over.
     assert sum(a_layer.values()) <= 15, a_layer
