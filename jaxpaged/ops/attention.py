@@ -54,8 +54,8 @@ def paged_attention(
         out      = sum_x e^(logit(x) - lse) v(x),                     lse    = log(sum_x e^logit(x) + e^sinks[h])
 
     A causal query sees x <= p; a window leaves x > p - sliding_window; a tree leaves, of its sequence's new tokens
-    x = n - m + i, those with `tree_mask[., i]`. The part of an option that is None is left out. Of quantised pages, k and v
-    are the stored values times their scales.
+    x = n - m + i, those with `tree_mask[., i]`. The part of an option that is None is left out. k and v of quantised
+    pages are the stored values times their scales.
 
     Args:
         q: Queries, sequence after sequence, in the dtype of the cache, or in any floating dtype if that is quantised.
@@ -101,7 +101,8 @@ def paged_attention(
     require_arrays(tree_mask=tree_mask)
     if k_pages.ndim == 4 and v_pages.ndim == 4 and layer is None:
         k_pages, v_pages, layer = k_pages[None], v_pages[None], 0
-        k_scale, v_scale = (s[None] if getattr(s, "ndim", 0) == 3 else s for s in (k_scale, v_scale))
+        k_scale, v_scale = (None if s is None else jnp.asarray(s) for s in (k_scale, v_scale))
+        k_scale, v_scale = (s if s is None or s.ndim != 3 else s[None] for s in (k_scale, v_scale))
     _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens)
     _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, tree_mask, backend)
     k_scale, v_scale = _stacked_scale("k_scale", k_scale, k_pages), _stacked_scale("v_scale", v_scale, v_pages)
@@ -273,7 +274,7 @@ def _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi
 
 
 def _stacked_scale(name: str, scale, pages) -> Array | None:
-    """A scale as `[1 or num_layers, num_kv_heads]`, or for each token `[num_layers, num_pages, num_kv_heads, page_size]`."""
+    """A scale as `[1 or num_layers, num_kv_heads]`, or a scale for each token in the shape of the stacked pages."""
     if not is_quantized(pages.dtype):
         if scale is not None:
             raise ValueError(

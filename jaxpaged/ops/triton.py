@@ -56,7 +56,7 @@ def _attention_kernel(
     *,
     sm_scale: float,
     logits_soft_cap: float | None,
-    sliding_window: int | None,
+    sliding_window: Any,  # a static int, or None
     causal: bool,
     max_pieces: int | None,
     block_q: int,
@@ -180,7 +180,7 @@ def _combine_kernel(
     lse_ref,  # [num_tokens, num_q_heads]
     *,
     max_pieces: int | None,
-    split_size: int | None,
+    split_size: Any,  # an int where there are pieces
     block_q: int,
     block_p: int,
 ):
@@ -345,12 +345,10 @@ def paged_attention_triton(
         )
     check_plan(plan, PlanKey.of(seq_lens, q, cu_q_lens, sliding_window, causal))
     config = config or plan.config
+    is_traced = isinstance(sliding_window, jax.Array)
     num_programs = plan.shares.shape[0]
     rows = plan.block_q * num_q_heads // num_kv_heads
     block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, _compute_dtype(q, k_pages))
-    window, sliding_window = (
-        (None, sliding_window) if plan.made_for.sliding_window != "traced" else (sliding_window, None)
-    )
 
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     split = plan.config.max_splits != 1
@@ -363,7 +361,7 @@ def paged_attention_triton(
             _attention_kernel,
             sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap,
-            sliding_window=sliding_window,
+            sliding_window=None if is_traced else sliding_window,
             causal=causal,
             max_pieces=plan.max_pieces,
             block_q=plan.block_q,
@@ -388,7 +386,7 @@ def paged_attention_triton(
         v_scale,
         sinks,
         alibi_slopes,
-        None if window is None else window.reshape(1),
+        jnp.reshape(sliding_window, 1) if is_traced else None,
         tree_mask,
     )
     if not split:
