@@ -48,7 +48,7 @@ def _attention_kernel(
     sinks_ref,  # [num_q_heads] or None, as the next
     slopes_ref,
     window_ref,  # [1] or None: a sliding window that is not static
-    tree_ref,  # [num_tokens, max_q_len] or None
+    tree_ref,  # [num_tokens, num_words] or None: 32 columns of the tree mask a word, the first in the lowest bit
     out_ref,  # [num_tokens, num_q_heads, head_dim]
     lse_ref,  # [num_tokens, num_q_heads]
     part_ref,  # [num_parts, num_q_heads, head_dim] float32, or None if no tile is split, as the next
@@ -59,6 +59,7 @@ def _attention_kernel(
     sliding_window: Any,  # a static int, or None
     causal: bool,
     max_pieces: int | None,
+    allow_tf32: bool,
     block_q: int,
     block_m: int,
     block_k: int,
@@ -94,6 +95,8 @@ def _attention_kernel(
         in_tile = q_index < tile.num_q
         q_mask = in_tile[:, None] & in_dim
         q = _load(q_ref.at[token[:, None], head[:, None], dim], q_mask).astype(dtype)
+        words = range(0 if tree_ref is None else tree_ref.shape[1])
+        tree = [_load(tree_ref.at[token, i], in_tile)[:, None] for i in words]
 
         def attend_block(i, state):
             acc, peak, total = state  # [block_m, head_dim], [block_m], [block_m]
@@ -103,7 +106,7 @@ def _attention_kernel(
             slot = layer, page, kv_head, key % page_size
             k = _load_rows(k_ref, slot, live).astype(dtype)
 
-            logits = _dot(q, k.T) * (sm_scale * LOG2E * k_scale)
+            logits = _dot(q, k.T, allow_tf32) * (sm_scale * LOG2E * k_scale)
             if _is_per_token(k_scale_ref):
                 logits *= _load(k_scale_ref.at[slot], live)[None, :]
             if logits_soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + e^2x)
@@ -117,10 +120,7 @@ def _attention_kernel(
                 if sliding_window is not None:
                     seen &= key[None, :] > position[:, None] - sliding_window
             if tree_ref is not None:
-                draft = key - tile.num_old
-                drafted = (draft >= 0) & (draft < tree_ref.shape[1])
-                in_tree = _load(tree_ref.at[token[:, None], draft[None, :]], in_tile[:, None] & drafted[None, :])
-                seen &= (draft < 0)[None, :] | (in_tree != 0)
+                seen &= _in_tree(tree, (key - tile.num_old)[None, :])
             logits = jnp.where(seen, logits, -jnp.inf)
 
             next_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
@@ -132,7 +132,7 @@ def _attention_kernel(
             if _is_per_token(v_scale_ref):
                 # Tiny for a dtype with large values, and float16 would keep few bits of it: kept near 1 by `largest`.
                 weight *= _load(v_scale_ref.at[slot], live)[None, :] * largest
-            acc = acc * alpha[:, None] + _dot(weight.astype(dtype), v)
+            acc = acc * alpha[:, None] + _dot(weight.astype(dtype), v, allow_tf32)
             return acc, next_peak, total * alpha + jnp.sum(p, axis=1)
 
         state = (
@@ -226,6 +226,16 @@ def _combine_kernel(
         lse_ref[tile.token + q_index, head] = lse / LOG2E
 
 
+def _in_tree(words, draft):
+    """Which of its sequence's new tokens, counted by `draft`, the query of each row sees; all of the old ones."""
+    seen = draft < 0
+    for i, word in enumerate(words):
+        bit = draft - 32 * i
+        inside = (bit >= 0) & (bit < 32)
+        seen |= inside & ((lax.shift_right_logical(*jnp.broadcast_arrays(word, jnp.where(inside, bit, 0))) & 1) != 0)
+    return seen
+
+
 def _normalise(peak, total, sink):
     """From a running maximum and sum, the factor that finishes the output, and the log-sum-exp in base 2.
 
@@ -286,9 +296,9 @@ def _store(ref, value, mask):
     plgpu.store(ref, value.astype(ref.dtype), mask=mask)
 
 
-def _dot(a, b):
-    """float32 stays IEEE float32 (the default is TF32, ten bits of mantissa); 16-bit types multiply exactly anyway."""
-    return plgpu.dot(a, b, precision=lax.Precision.HIGHEST)
+def _dot(a, b, allow_tf32):
+    """float32 stays IEEE float32 unless asked (the default is TF32); 16-bit types multiply exactly anyway."""
+    return plgpu.dot(a, b, precision=lax.Precision.DEFAULT if allow_tf32 else lax.Precision.HIGHEST)
 
 
 def paged_attention_triton(
@@ -364,6 +374,7 @@ def paged_attention_triton(
             sliding_window=None if is_traced else sliding_window,
             causal=causal,
             max_pieces=plan.max_pieces,
+            allow_tf32=config.allow_tf32,
             block_q=plan.block_q,
             block_m=block_m,
             block_k=block_k,
@@ -387,7 +398,7 @@ def paged_attention_triton(
         sinks,
         alibi_slopes,
         jnp.reshape(sliding_window, 1) if is_traced else None,
-        tree_mask,
+        None if tree_mask is None else _pack_bits(tree_mask),
     )
     if not split:
         return out, lse
@@ -406,6 +417,13 @@ def paged_attention_triton(
         interpret=interpret,
         name="paged_attention_combine",
     )(plan.tiles, plan.shares, part, part_lse, sinks, out, lse)
+
+
+def _pack_bits(mask: Bool[Array, "rows columns"]) -> Int32[Array, "rows words"]:
+    """32 columns a word: a row of words stays in registers, where a mask would be loaded for every block of keys."""
+    columns = jnp.pad(mask, ((0, 0), (0, -mask.shape[1] % 32))).reshape(mask.shape[0], -1, 32)
+    words = jnp.sum(columns.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=2, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32)
 
 
 def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype) -> tuple[int, int, int, int]:
