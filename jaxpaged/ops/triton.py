@@ -146,8 +146,9 @@ def _attention_kernel(
         def store(out, lse, row, sink, log_base):
             scale, value = _normalise(peak, total, sink)
             scale *= 1 / largest if _is_per_token(v_scale_ref) else v_scale
-            _store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
+            # In this order: the other way round, tiles of 64 rows spill a few registers on an L4.
             _store(lse.at[row, head], value * log_base, in_tile)
+            _store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
 
         if part_ref is None:
             store(out_ref, lse_ref, token, sink, 1 / LOG2E)
@@ -358,7 +359,8 @@ def paged_attention_triton(
     is_traced = isinstance(sliding_window, jax.Array)
     num_programs = plan.shares.shape[0]
     rows = plan.block_q * num_q_heads // num_kv_heads
-    block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, _compute_dtype(q, k_pages))
+    crowded = is_quantized(k_pages.dtype) or tree_mask is not None or plan.config.max_splits == 1
+    block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, _compute_dtype(q, k_pages), crowded)
 
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     split = plan.config.max_splits != 1
@@ -426,17 +428,19 @@ def _pack_bits(mask: Bool[Array, "rows columns"]) -> Int32[Array, "rows words"]:
     return lax.bitcast_convert_type(words, jnp.int32)
 
 
-def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype) -> tuple[int, int, int, int]:
+def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype, crowded: bool) -> tuple[int, int, int, int]:
     """(block_m, block_k, num_warps, num_stages) for `rows` query rows a KV head, where `config` leaves them open.
 
-    Compiled for an A100, L4, H200 and B200: none asks for more shared memory than an L4 has, and none spills, except on
-    an L4 up to 56 bytes in some variants with 64 rows of head_dim 128. `block_k=32` avoids that.
+    Compiled for an A100, L4, H200 and B200: none asks for more shared memory than an L4 has, and none spills. `crowded`
+    are the variants that hold more in registers than the plain one, and would, by 8 or 16 bytes on an L4.
     """
     width, is_float32 = pl.next_power_of_2(head_dim), dtype == jnp.float32
     # More rows than this (a group of 71, a prefill tile) read K and V once each block_m rows, from the L2 cache.
     block_m = min(max(16, pl.next_power_of_2(rows)), 32 if is_float32 else 64)
     # K and V tiles of at most 16 KiB: 3 programs fit an SM of an H200 (D 128, bfloat16: 96 registers, 72 KiB).
     block_k = min(64, max(16, 2**14 // (width * dtype.itemsize)))
+    if crowded and block_m * width >= 8192:
+        block_k = min(32, block_k)
     # The accumulator sets the warps: it spills beyond 64 registers a thread. float32 products use no matrix unit, and
     # keep their operands in registers too.
     num_warps = 8 if block_m * width > 8192 or (is_float32 and block_m == 32) else 4
