@@ -18,10 +18,9 @@ from jaxtyping import Array, Float
 from jaxpaged.batch import Batch
 from jaxpaged.config import CacheConfig, LlamaConfig
 from jaxpaged.kv_cache import KVCache
-from jaxpaged.nn.nnx import PagedAttention
-from jaxpaged.ops.attention import Backend
+from jaxpaged.ops.attention import Backend, attend
 from jaxpaged.ops.plan import AttentionPlan, make_plan
-from jaxpaged.ops.rope import apply_rope, rope_angles, rope_frequencies
+from jaxpaged.ops.rope import rope_and_write, rope_angles, rope_frequencies
 
 LayerLoop = Literal["unroll", "scan", "calls"]
 
@@ -35,7 +34,7 @@ class Block(nnx.Module):
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, backend: Backend, rngs: nnx.Rngs):
         hidden, heads = config.hidden_size, config.num_q_heads + 2 * config.num_kv_heads
         self.config = config
-        self.attention = PagedAttention(backend=backend)
+        self.backend: Backend = backend
         self.attn_norm = nnx.Param(jnp.ones(hidden, dtype))
         self.qkv = _weight(rngs, heads * config.head_dim, hidden, dtype)
         self.o = _weight(rngs, hidden, config.num_q_heads * config.head_dim, dtype)
@@ -56,9 +55,8 @@ class Block(nnx.Module):
         config = self.config
         qkv = _linear(_rms_norm(x, self.attn_norm[...], config.rms_norm_eps), self.qkv[...])
         qkv = qkv.reshape(-1, config.num_q_heads + 2 * config.num_kv_heads, config.head_dim)
-        q, k, v = jnp.split(qkv, (config.num_q_heads, config.num_q_heads + config.num_kv_heads), axis=1)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        attended, cache = self.attention(q, k, v, cache, batch, layer, plan=plan)
+        q, cache = rope_and_write(cache, layer, qkv, *rope, batch.slot_mapping, backend=self.backend)
+        attended = attend(q, cache, batch, layer, plan=plan, backend=self.backend)
         x = x + _linear(attended.reshape(x.shape[0], -1), self.o[...])
         gate, up = jnp.split(
             _linear(_rms_norm(x, self.mlp_norm[...], config.rms_norm_eps), self.gate_up[...]), 2, axis=1
