@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -121,7 +122,8 @@ class Llama(nnx.Module):
                 layer, block = numbered
                 return block(*carry, batch, layer, rope, plan), None
 
-            layers = (jnp.arange(self.config.num_layers), self.layers)
+            # Of numpy: in an unrolled loop its elements are constants; those of `jnp.arange` would be a launch each.
+            layers = (np.arange(self.config.num_layers, dtype=np.int32), self.layers)
             (x, cache), _ = lax.scan(body, (x, cache), layers, unroll=self.layer_loop == "unroll")
         head = self.embed if self.lm_head is None else self.lm_head
         return _exit(x, batch, self.final_norm[...], head[...], self.config.rms_norm_eps), cache

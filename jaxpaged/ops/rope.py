@@ -88,9 +88,9 @@ def rope_and_write(
         TypeError: A dtype does not fit, or an argument is not an array.
         NotImplementedError: The named backend does not do this; the message says why.
 
-    Numerics: rotates in float32 and rounds to the dtype of `qkv`, before it quantises. Compilers contract the products of
-        a rotation each in its own way, an ulp of the larger product in float32, which can tip the roundings that follow.
-        The derivative is that of the formula, on every backend.
+    Numerics: rotates in float32 and rounds to the dtype of `qkv`, before it quantises. Each compiler contracts the
+        products of a rotation in its own way: an ulp of the larger one, which can tip the roundings that follow. The
+        derivative is that of the formula, on every backend.
 
     Source: RoFormer (Su et al., 2021, section 3.4.2).
     """
