@@ -7,6 +7,7 @@ from jaxpaged.kv_cache import KVCache, PageBlock
 from jaxpaged.ops.attention import paged_attention
 from jaxpaged.ops.merge import merge_attention
 from jaxpaged.ops.plan import AttentionPlan, make_plan
+from jaxpaged.ops.rope import rope_and_write
 from jaxpaged.paging import OutOfPagesError, PageAllocator, PageCopy
 
 __version__ = "0.1.0"
@@ -30,4 +31,5 @@ __all__ = [
     "make_plan",
     "merge_attention",
     "paged_attention",
+    "rope_and_write",
 ]

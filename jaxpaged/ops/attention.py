@@ -169,6 +169,24 @@ def write_and_attend(
         Output in the shape and dtype of `q`, and the cache after the write.
     """
     cache = cache.write(layer, k, v, batch.slot_mapping)
+    return attend(q, cache, batch, layer, **options), cache
+
+
+def attend(
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    cache: KVCache,
+    batch: Batch,
+    layer: int | Int[Array, ""],
+    **options,
+) -> Float[Array, "num_tokens num_q_heads head_dim"]:
+    """One layer's attention to all that a cache holds, this step's K and V included: what follows a write.
+
+    Args:
+        options: Of `paged_attention`.
+
+    Returns:
+        Output in the shape and dtype of `q`.
+    """
     out, _ = paged_attention(
         q if is_quantized(cache.dtype) else q.astype(cache.dtype),
         cache.k_pages,
@@ -182,7 +200,7 @@ def write_and_attend(
         return_lse=True,
         **options,
     )
-    return out.astype(q.dtype), cache
+    return out.astype(q.dtype)
 
 
 def why_not_on(platform: str, backend: Backend) -> str | None:

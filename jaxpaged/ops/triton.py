@@ -1,4 +1,4 @@
-"""Paged attention on NVIDIA GPUs: two Pallas kernels, lowered through Triton.
+"""Paged attention, and the write before it, on NVIDIA GPUs: three Pallas kernels, lowered through Triton.
 
 Source: FlashAttention-2 (arXiv 2307.08691) for the running softmax; Stream-K (arXiv 2301.03598) for the partition that
 `ops/plan.py` makes.
@@ -9,6 +9,7 @@ holds whole is finished at once; a piece of one leaves a float32 partial result,
 Both address q, pages and outputs where they lie: XLA has nothing to pad, cast, slice or transpose around them.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -20,8 +21,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxpaged.config import AttentionConfig, cdiv
+from jaxpaged.kv_cache import KVCache
 from jaxpaged.ops.plan import AttentionPlan, PlanKey, Share, Tile, check_plan, make_plan
-from jaxpaged.quantize import MAX_VALUE, is_quantized
+from jaxpaged.quantize import MAX_VALUE, is_quantized, measure_scale, quantize
 
 try:
     from jax.experimental.pallas import triton
@@ -463,3 +465,111 @@ def why_unsupported(q: Array, k_pages: Array, v_pages: Array) -> str | None:
         if x.dtype.name not in known:
             return f"{name} must be {', '.join(known[:-1])} or {known[-1]}; got {x.dtype}"
     return None
+
+
+def _rope_and_write_kernel(
+    layer_ref,  # [1]
+    slot_ref,  # [num_tokens]
+    cos_ref,  # [num_tokens, head_dim / 2] float32, as the next
+    sin_ref,
+    qkv_ref,  # [num_tokens, num_q_heads + 2 num_kv_heads, head_dim]
+    _k_pages_ref,
+    _v_pages_ref,
+    k_fixed_ref,  # [num_layers, num_kv_heads], as the next; else of no use
+    v_fixed_ref,
+    q_ref,  # [num_tokens, num_q_heads, head_dim]
+    k_ref,  # [num_layers, num_pages, num_kv_heads, page_size, head_dim], as the next
+    v_ref,
+    k_scale_ref,  # [num_layers, num_pages, num_kv_heads, page_size] or None, as the next
+    v_scale_ref,
+    *,
+    block_h: int,
+):
+    num_q_heads, num_kv_heads = q_ref.shape[1], k_ref.shape[2]
+    num_pages, page_size, half = k_ref.shape[1], k_ref.shape[3], k_ref.shape[4] // 2
+    token, layer = pl.program_id(0), layer_ref[0]
+    slot = slot_ref[token]
+    live = (slot >= 0) & (slot < num_pages * page_size)
+    page, offset = slot // page_size, slot % page_size
+
+    head = pl.program_id(1) * block_h + jnp.arange(block_h)  # of the packed ones: queries, then keys, then values
+    k_head = head - num_q_heads
+    v_head = k_head - num_kv_heads
+    is_v = (v_head >= 0) & (v_head < num_kv_heads)
+    # Values cannot be cut in a kernel, so each half of a head is an array of its own.
+    dim = jnp.arange(pl.next_power_of_2(half))[None, :]
+    in_half, dims = dim < half, (dim, dim + half)
+    cos, sin = (_load(ref.at[token, dim], in_half) for ref in (cos_ref, sin_ref))
+    in_qkv = (v_head < num_kv_heads)[:, None] & in_half
+    first, second = (_load(qkv_ref.at[token, head[:, None], d], in_qkv).astype(jnp.float32) for d in dims)
+    turned = first * cos - second * sin, second * cos + first * sin
+    halves = [
+        jnp.where(is_v[:, None], x, y).astype(qkv_ref.dtype) for x, y in zip((first, second), turned, strict=True)
+    ]
+    for x, d in zip(halves, dims, strict=True):
+        _store(q_ref.at[token, head[:, None], d], x, (k_head < 0)[:, None] & in_half)
+
+    def write(pages_ref, fixed_ref, scale_ref, kv_head, mine):
+        # Where Pallas interprets, a lane that is masked stores what was there before: it needs an index of its own.
+        kv_head = jnp.where(mine, kv_head, num_kv_heads + head)
+        new = halves
+        if is_quantized(pages_ref.dtype):
+            if scale_ref is None:
+                scale = _load(fixed_ref.at[layer, kv_head], mine)
+            else:
+                scale = jnp.maximum(*(measure_scale(x, pages_ref.dtype) for x in halves))
+                _store(scale_ref.at[layer, page, kv_head, offset], scale, mine)
+            new = [quantize(x, scale, pages_ref.dtype) for x in halves]
+        for x, d in zip(new, dims, strict=True):
+            _store(pages_ref.at[layer, page, kv_head[:, None], offset, d], x, mine[:, None] & in_half)
+
+    write(k_ref, k_fixed_ref, k_scale_ref, k_head, (k_head >= 0) & (v_head < 0) & live)
+    write(v_ref, v_fixed_ref, v_scale_ref, v_head, is_v & live)
+
+
+def rope_and_write_triton(
+    cache: KVCache,
+    layer: int | Int32[Array, ""],
+    qkv: Float[Array, "num_tokens num_heads head_dim"],
+    cos: Float[Array, "num_tokens half_dim"],
+    sin: Float[Array, "num_tokens half_dim"],
+    slot_mapping: Int32[Array, " num_tokens"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
+    """Rotates, quantises and writes in one launch, in place where the cache is donated.
+
+    The arguments are those of `jaxpaged.rope_and_write`, which validates them; here there is at least one token.
+
+    Args:
+        interpret: Runs under Pallas's interpreter, on any device.
+    """
+    num_tokens, num_heads, head_dim = qkv.shape
+    # A quarter of the heads of a Llama: then a thread loads 16 bytes of each half, and one step fills the device.
+    width = pl.next_power_of_2(head_dim // 2)
+    block_h = min(pl.next_power_of_2(num_heads), max(1, 1024 // width))
+    pools = cache.k_pages, cache.v_pages
+    token_scales = (cache.k_scale, cache.v_scale) if cache.has_token_scales else (None, None)
+    q = jax.ShapeDtypeStruct((num_tokens, num_heads - 2 * cache.num_kv_heads, head_dim), qkv.dtype)
+    written = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*pools, *token_scales))
+    q, k_pages, v_pages, k_scale, v_scale = pl.pallas_call(
+        functools.partial(_rope_and_write_kernel, block_h=block_h),
+        grid=(num_tokens, cdiv(num_heads, block_h)),
+        out_shape=(q, *written),
+        input_output_aliases={5 + i: 1 + i for i in range(len(jax.tree.leaves(written)))},
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, min(4, block_h * width // 256)), num_stages=1),
+        interpret=interpret,
+        name="rope_and_write",
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        slot_mapping,
+        cos,
+        sin,
+        qkv,
+        *pools,
+        cache.k_scale,
+        cache.v_scale,
+    )
+    if cache.has_token_scales:
+        cache = dataclasses.replace(cache, k_scale=k_scale, v_scale=v_scale)
+    return q, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
