@@ -5,7 +5,6 @@ probabilities again from the saved log-sum-exp, a tile of queries against a chun
 no kernel and chooses no backend.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from jaxpaged.config import NULL_PAGE
@@ -31,16 +29,8 @@ Attend = Callable[..., tuple[Array, Array]]
 """From `_ARRAYS`, and by name the other arguments of `jaxpaged.paged_attention`, to output and log-sum-exp."""
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """The arguments that a caller differentiates. Static: what nobody asked for is not computed."""
-
-    names: frozenset[str]
-
-
 class _Gradients(NamedTuple):
-    """Sums in float32 or wider; None where not wanted."""
+    """Sums in float32 or wider. None for what has no gradient: quantised pages, slopes that are not there."""
 
     q: Array  # [num_kv_heads, num_tokens + block_q, q_per_kv, head_dim]
     k: Array | None  # [num_pages, num_kv_heads, page_size, head_dim], of the layer
@@ -77,7 +67,7 @@ def attend_with_gradient(attend: Attend, *arrays: Array, **options: Any) -> tupl
         Output and log-sum-exp; both may have cotangents.
 
     Raises:
-        NotImplementedError: In reverse mode, with a gradient to fp8 pages or to a scale asked for.
+        NotImplementedError: When a derivative by fp8 pages or by a scale is asked for.
 
     Numerics: Products take what forward takes (q's dtype; float32 over quantised pages) and sum in float32, as do the
         gradients of shared pages; the results are rounded once to the dtypes of the arguments. Rows without keys and
@@ -92,38 +82,42 @@ def attend_with_gradient(attend: Attend, *arrays: Array, **options: Any) -> tupl
     operands = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray | AttentionPlan)}
     static = {name: x for name, x in arguments.items() if name not in operands}
 
+    if is_quantized(operands["k_pages"].dtype):
+        for name in ("k_pages", "v_pages", "k_scale", "v_scale"):
+            operands[name] = _refuse_gradient(operands[name], name)
+
     def run(operands: dict[str, Any]) -> tuple[Array, Array]:
         options = {name: x for name, x in operands.items() if name not in _ARRAYS}
         return attend(*(operands[name] for name in _ARRAYS), **options, **static)
 
-    def forward(primals: dict[str, Any]):
-        wanted = frozenset(name for name, x in primals.items() if any(leaf.perturbed for leaf in jax.tree.leaves(x)))
-        operands = jax.tree.map(lambda leaf: leaf.value, primals)
-        _refuse(wanted, operands["k_pages"].dtype)
+    def forward(operands: dict[str, Any]):
         out, lse = run(operands)
-        return (out, lse), (operands, out, lse, _Wanted(wanted))
+        return (out, lse), (operands, out, lse)
 
     def backward(residuals, cotangents):
-        operands, out, lse, wanted = residuals
-        dout, dlse = (
-            jnp.zeros_like(x) if isinstance(t, SymbolicZero) else t for x, t in zip((out, lse), cotangents, strict=True)
-        )
-        gradients = _backward(out, lse, dout, dlse, wanted.names, **operands, **static)
+        operands, out, lse = residuals
+        gradients = _backward(out, lse, *cotangents, **operands, **static)
         return ({name: gradients.get(name) for name in operands},)
 
     call = jax.custom_vjp(run)
-    call.defvjp(forward, backward, symbolic_zeros=True)
+    call.defvjp(forward, backward)
     return call(operands)
 
 
-def _refuse(wanted: frozenset[str], dtype: jax.typing.DTypeLike) -> None:
-    """Raises for gradients that quantisation does not have: it is a staircase, flat almost everywhere."""
-    pages = {"k_pages", "v_pages"} if is_quantized(dtype) and jnp.issubdtype(dtype, jnp.floating) else set()
-    for name in sorted(wanted & {"k_scale", "v_scale", *pages}):
-        raise NotImplementedError(
-            f"`{name}` has no gradient in paged_attention, over pages of {jnp.dtype(dtype)}. Keep it out of what is "
-            "differentiated with jax.lax.stop_gradient, or train over a cache that is not quantised."
-        )
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _refuse_gradient(x: Array, name: str) -> Array:
+    """`x`. Its rule runs only where `x` depends on what is differentiated."""
+    del name
+    return x
+
+
+@_refuse_gradient.defjvp
+def _(name: str, primals, tangents):
+    del primals, tangents
+    raise NotImplementedError(
+        f"`{name}` has no derivative in paged_attention: quantised values change in steps. Keep it out of what is "
+        "differentiated with jax.lax.stop_gradient, or differentiate over a cache that is not quantised."
+    )
 
 
 def _backward(
@@ -131,7 +125,6 @@ def _backward(
     lse: Array,
     dout: Array,
     dlse: Array,
-    wanted: frozenset[str],
     *,
     q: Array,
     k_pages: Array,
@@ -144,7 +137,7 @@ def _backward(
     plan: AttentionPlan | None,
     **options: Any,
 ) -> dict[str, Array]:
-    """Gradients by name, of what is wanted and `q`, in the shapes and dtypes of the arguments."""
+    """Gradients by name, in the shapes and dtypes of the arguments."""
     del plan  # it cuts the work of the Triton kernel
     num_tokens, num_q_heads, head_dim = q.shape
     _, num_pages, num_kv_heads, page_size, _ = k_pages.shape
@@ -169,9 +162,9 @@ def _backward(
     pool = num_pages, num_kv_heads, page_size, head_dim
     zeros = _Gradients(
         q=jnp.zeros(rows.q.shape, dtype),
-        k=jnp.zeros(pool, dtype) if "k_pages" in wanted else None,
-        v=jnp.zeros(pool, dtype) if "v_pages" in wanted else None,
-        slopes=jnp.zeros(by_head, dtype) if "alibi_slopes" in wanted else None,
+        k=None if is_quantized(k_pages.dtype) else jnp.zeros(pool, dtype),
+        v=None if is_quantized(v_pages.dtype) else jnp.zeros(pool, dtype),
+        slopes=None if alibi_slopes is None else jnp.zeros(by_head, dtype),
     )
     slopes = None if alibi_slopes is None else alibi_slopes.astype(dtype).reshape(by_head)
     sums = _sum_over_sequences(
@@ -185,7 +178,7 @@ def _backward(
             gradients[name] = lax.dynamic_update_index_in_dim(others, x.astype(pages.dtype), layer, 0)
     if alibi_slopes is not None and sums.slopes is not None:
         gradients["alibi_slopes"] = sums.slopes.reshape(num_q_heads).astype(alibi_slopes.dtype)
-    if sinks is not None and "sinks" in wanted:
+    if sinks is not None:
         share = jnp.where(live, jnp.exp(sinks.astype(dtype) - lse), 0)
         rest = rest.reshape(num_tokens, num_q_heads)
         gradients["sinks"] = jnp.sum(share * rest, axis=0).astype(sinks.dtype)
