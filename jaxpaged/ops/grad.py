@@ -79,7 +79,9 @@ def attend_with_gradient(attend: Attend, *arrays: Array, **options: Any) -> tupl
     """
     arguments = {**dict(zip(_ARRAYS, arrays, strict=True)), **options}
     # Whatever may be traced has to be an operand of the rule; ints and floats stay what they are.
-    operands = {name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray | AttentionPlan)}
+    operands: dict[str, Any] = {
+        name: x for name, x in arguments.items() if isinstance(x, jax.Array | np.ndarray | AttentionPlan)
+    }
     static = {name: x for name, x in arguments.items() if name not in operands}
 
     if is_quantized(operands["k_pages"].dtype):
