@@ -94,6 +94,9 @@ def paged_attention(
         TypeError: A dtype does not fit.
         NotImplementedError: The named backend does not do this; the message says why.
 
+    Gradients: `jax.grad` works on every backend, by one rule (`jaxpaged.ops.grad`), for `q`, pages, `sinks` and
+        `alibi_slopes`. Of quantised pages and scales it is refused with NotImplementedError. There is no forward mode.
+
     Source: PagedAttention (Kwon et al., 2023, section 4.1); sinks: StreamingLLM (Xiao et al., 2024, section 3.2);
         ALiBi (Press et al., 2022, section 3).
     """

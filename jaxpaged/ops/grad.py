@@ -70,10 +70,12 @@ def attend_with_gradient(attend: Attend, *arrays: Array, **options: Any) -> tupl
         NotImplementedError: When a derivative by fp8 pages or by a scale is asked for.
 
     Numerics: Products take what forward takes (q's dtype; float32 over quantised pages) and sum in float32, as do the
-        gradients of shared pages; the results are rounded once to the dtypes of the arguments. Rows without keys and
+        gradients of shared pages; the results are rounded once to the dtypes of the arguments. `rowsum(dO out)` is of
+        the output as it was returned: in 16 bits its rounding shows where dS nearly cancels. Rows without keys and
         padding get and give exact zeros, even if their cotangent is NaN.
-        Memory: a float32 copy of one layer's pages for each of dk and dv, a few arrays of the size of q, one tile.
-        The last step of a gradient to stacked pages writes zeros for the other layers.
+        Memory: a float32 copy of one layer's pages for each of dk and dv (XLA drops what is not used, not so JAX 0.10),
+        a few arrays of the size of q, one tile. Gradients of stacked pages are zeros for the other layers.
+        Work follows live lengths, one sequence after another on every device.
 
     Source: FlashAttention-2 (Dao, 2023, arXiv 2307.08691, section 3.1.2, algorithm 2).
     """
