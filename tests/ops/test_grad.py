@@ -20,7 +20,7 @@ SINKS = np.linspace(-1.0, 2.0, 4).astype(np.float32)
 SLOPES = np.array([0.5, 0.25, 0.1, 0.0], np.float32)
 OPTIONS = {
     "plain": {},
-    "not_causal": {"causal": False, "sm_scale": 0.3},
+    "not_causal": {"causal": False, "sm_scale": 0.3, "sliding_window": 2**31 - 1},
     "all": {"sm_scale": 0.4, "logits_soft_cap": 3.0, "sliding_window": 9, "sinks": SINKS, "alibi_slopes": SLOPES},
 }
 # Most of a test would be LLVM.
@@ -135,14 +135,14 @@ def assert_gradient_close(actual, expected, dtype):
     """Each row within the tolerance of its dtype, and exactly 0 where nothing can flow.
 
     In 16 bits a row whose probability is small may cancel to less than the rounding of the output that it was computed
-    from: there, within a hundredth of the tolerance of the largest row.
+    from: there, within a fiftieth of the tolerance of the largest row.
     """
     if dtype.itemsize == 2:
         largest = np.abs(expected).max()
         nothing = ~expected.any(-1)
         assert not np.asarray(actual, np.float32)[nothing].any()
         if expected.ndim > 1:
-            floor = np.where(nothing, 0, largest / 100)[..., None]
+            floor = np.where(nothing, 0, largest / 50)[..., None]
             actual, expected = (
                 np.concatenate([np.asarray(x, np.float64), y], -1) for x, y in ((actual, floor), (expected, floor))
             )
@@ -159,10 +159,14 @@ def check(case: Case, backend, wanted=None, **options):
     return actual
 
 
+@pytest.mark.parametrize("option", ["plain", "all"])
+def test_grad_of_a_decode_step_equals_float64(option):
+    check(make_case(LENGTHS, seed=1), "xla", **OPTIONS[option])
+
+
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("lengths", [(LENGTHS, None), RAGGED], ids=["decode", "ragged"])
-def test_grad_by_xla_equals_float64(lengths, option):
-    check(make_case(*lengths, padding_tokens=0 if lengths[1] is None else 3, seed=1), "xla", **OPTIONS[option])
+def test_grad_of_ragged_queries_equals_float64(option):
+    check(make_case(*RAGGED, padding_tokens=3, seed=1), "xla", **OPTIONS[option])
 
 
 @pytest.mark.parametrize("backend", ["reference", "interpret"])
@@ -217,8 +221,6 @@ def test_grad_with_layer_or_window_traced_is_bit_equal():
     case = make_case(*RAGGED, seed=9)
     expected = gradients(case, "xla", sliding_window=9)
     chex.assert_trees_all_equal(gradients(case, "xla", sliding_window=jnp.int32(9), layer=jnp.int32(1)), expected)
-    widest = gradients(case, "xla", sliding_window=2**31 - 1)
-    chex.assert_trees_all_close(widest, gradients(case, "xla"), rtol=1e-6, atol=1e-6)
 
 
 def test_grad_with_nan_in_padding_is_zero_there_and_right_elsewhere():
