@@ -14,6 +14,7 @@ from jaxpaged.checks import require_arrays
 from jaxpaged.config import AttentionConfig
 from jaxpaged.kv_cache import KVCache, check_layer
 from jaxpaged.ops import triton
+from jaxpaged.ops.grad import attend_with_gradient
 from jaxpaged.ops.plan import AttentionPlan, PlanKey, check_plan
 from jaxpaged.ops.reference import paged_attention_reference
 from jaxpaged.ops.xla import paged_attention_xla
@@ -93,6 +94,9 @@ def paged_attention(
         TypeError: A dtype does not fit.
         NotImplementedError: The named backend does not do this; the message says why.
 
+    Gradients: `jax.grad` works on every backend, by one rule (`jaxpaged.ops.grad`), for `q`, pages, `sinks` and
+        `alibi_slopes`. Of quantised pages and scales it is refused with NotImplementedError. There is no forward mode.
+
     Source: PagedAttention (Kwon et al., 2023, section 4.1); sinks: StreamingLLM (Xiao et al., 2024, section 3.2);
         ALiBi (Press et al., 2022, section 3).
     """
@@ -124,29 +128,43 @@ def paged_attention(
         "tree_mask": tree_mask,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "plan": plan,
     }
-    by_xla = functools.partial(paged_attention_xla, **options)
-    by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
     unsupported = None
     if backend in ("auto", "triton", "interpret"):
         unsupported = triton.why_unsupported(q, k_pages, v_pages)
     if unsupported is not None and backend != "auto":
         raise NotImplementedError(f"`backend={backend!r}` cannot run this call: {unsupported}")
 
+    attend = functools.partial(_call_backend, backend=backend, config=config, unsupported=unsupported)
+    if backend == "reference" and not is_quantized(k_pages.dtype):
+        out, lse = attend(*arrays, **options)  # JAX differentiates it
+    else:
+        out, lse = attend_with_gradient(attend, *arrays, **options)
+    return (out, lse) if return_lse else out
+
+
+def _call_backend(
+    *arrays: Array,
+    backend: Backend,
+    plan: AttentionPlan | None,
+    config: AttentionConfig | None,
+    unsupported: str | None,
+    **options,
+) -> tuple[Array, Array]:
+    by_xla = functools.partial(paged_attention_xla, **options)
+    by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
     match backend:
         case "reference":
-            out, lse = paged_attention_reference(*arrays, **options)
-        case "xla":
-            out, lse = by_xla(*arrays)
+            return paged_attention_reference(*arrays, **options)
         case "triton":
-            out, lse = by_triton(*arrays)
+            return by_triton(*arrays)
         case "interpret":
-            out, lse = functools.partial(by_triton, interpret=True)(*arrays)
+            return functools.partial(by_triton, interpret=True)(*arrays)
         case "auto" if unsupported is None:
-            out, lse = lax.platform_dependent(*arrays, cuda=by_triton, default=by_xla)
-        case "auto":
-            out, lse = by_xla(*arrays)
-    return (out, lse) if return_lse else out
+            return lax.platform_dependent(*arrays, cuda=by_triton, default=by_xla)
+        case _:
+            return by_xla(*arrays)
 
 
 def write_and_attend(
