@@ -389,9 +389,9 @@ def _update_by_scatter(pools: dict[str, Array], starts: Array, windows: dict[str
 
 
 def _update_bits_by_scatter(pools: dict[str, Array], starts: Array, windows: dict[str, Array]) -> dict[str, Array]:
-    """The same of fp8 pools on a CPU, where XLA scatters such values by way of a float16 copy of the pool. Of their bytes
-    it still makes a copy, in a third of the time (0.12 and 0.10: 65 and 79 ms a pool of 50 MB instead of 187 and 270); an
-    update in a loop makes none and takes seconds.
+    """The same of fp8 pools on a CPU, where XLA scatters such values by way of a float16 copy of the pool. Of their
+    bytes it still makes a copy, in a third of the time (0.12 and 0.10: 65 and 79 ms a pool of 50 MB, not 187 and 270);
+    an update in a loop makes none and takes seconds.
     """
 
     def bits(x: Array) -> Array:

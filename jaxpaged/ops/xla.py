@@ -187,8 +187,8 @@ def _attend(
     def gather(pages: Array, ids: Array) -> Array:
         if pages.dtype.itemsize >= _NARROWEST_READ or pages.dtype == jnp.int8:
             return read(pages, ids)
-        # XLA on a CPU reads narrow floats through a wider copy of the pool, which it moves out of a loop, but not out of
-        # a branch. The condition always holds; the compiler does not know. (fp8, 50 MB: 1 ms instead of 120.)
+        # XLA on a CPU reads narrow floats through a wider copy of the pool, which it moves out of a loop, but not out
+        # of a branch. The condition always holds; the compiler does not know. (fp8, 50 MB: 1 ms instead of 120.)
         return lax.cond(ids[0] >= 0, read, lambda *args: jnp.zeros_like(read(*args)), pages, ids)
 
     # A scale that makes the largest value of a token 57344 is a tiny number, of which float16 keeps few bits. Weights
