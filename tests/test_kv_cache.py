@@ -302,11 +302,11 @@ def test_write_then_gather_of_a_quantised_cache_is_within_half_a_step(dtype, sca
 
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_write_beyond_a_fixed_scale_stores_the_largest_number(dtype):
-    cache = quantised_cache(dtype, k_scale=1e-6, v_scale=1e-6)
+    cache = quantised_cache(dtype, k_scale=1e-9, v_scale=1e-9)
     k, v = random_tokens(1)
     got_k, _ = cache.write(0, k, v, jnp.array([4], jnp.int32)).gather(0, jnp.array([[1]], jnp.int32), jnp.array([1]))
     largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[dtype]
-    np.testing.assert_allclose(got_k[0, 0], np.sign(k[0]) * largest * 1e-6, rtol=1e-6)
+    np.testing.assert_allclose(got_k[0, 0], np.sign(k[0]) * largest * 1e-9, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
