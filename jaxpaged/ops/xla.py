@@ -195,13 +195,16 @@ def _attend(
     # are multiplied by that value as long as they are narrow.
     largest = MAX_VALUE.get(v_pages.dtype.name, 1.0)
 
+    # A page before the window of all rows may be somebody else's by now.
+    oldest = 0 if sliding_window is None else jnp.maximum(0, tile.position[0] - sliding_window + 1)
+
     def body(c: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, running_max, total = state
         key = c * chunk + jnp.arange(chunk)
-        live = key < tile.seq_len
+        live = (key >= oldest) & (key < tile.seq_len)
         ids = lax.dynamic_slice_in_dim(page_ids, c * pages_per_chunk, pages_per_chunk)
-        # Entries past the last page may hold anything: they are not followed.
-        ids = jnp.where(live[::page_size], ids, NULL_PAGE)
+        # Entries past the last page, and before the window, may hold anything: they are not followed.
+        ids = jnp.where(live.reshape(-1, page_size).any(1), ids, NULL_PAGE)
         k = gather(k_pages, ids).astype(q.dtype)
         logits = jnp.einsum("hrd,hkd->hrk", q, k, precision=precision, preferred_element_type=jnp.float32)
         logits *= sm_scale if k_scale is None else sm_scale * scale_of(k_scale, ids)
@@ -233,9 +236,7 @@ def _attend(
         return acc * decay[..., None] + product, new_max, total * decay + p.sum(-1)
 
     # Only chunks that some row sees are read.
-    first, end = 0, tile.seq_len
-    if sliding_window is not None:
-        first = jnp.maximum(0, tile.position[0] - sliding_window + 1) // chunk
+    first, end = oldest // chunk, tile.seq_len
     if causal:
         end = jnp.minimum(end, tile.position[-1] + 1)
     acc, running_max, total = lax.fori_loop(
