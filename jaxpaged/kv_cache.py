@@ -299,8 +299,11 @@ class KVCache:
         """Replaces windows of all pools. `starts` [n, 5]; arrays of `new` [n, *window], one axis more than the pool."""
         pools = self._pools()
         windows = {name: getattr(new, name) for name in pools}
-        in_loop = jax.__version_info__ < (0, 11) and self.dtype.itemsize == 2
-        on_cpu = _update_in_loop if in_loop else _update_by_scatter
+        on_cpu = _update_by_scatter
+        if jax.__version_info__ < (0, 11) and self.dtype.itemsize == 2:
+            on_cpu = _update_in_loop
+        elif self.dtype.name.startswith("float8"):
+            on_cpu = _update_bits_by_scatter
         pools = lax.platform_dependent(pools, starts, windows, cpu=on_cpu, default=_update_by_scatter)
         return KVCache(
             k_pages=pools["k"],
@@ -384,6 +387,21 @@ def _update_by_scatter(pools: dict[str, Array], starts: Array, windows: dict[str
         return lax.scatter(pool, starts[:, : pool.ndim], new, dims, unique_indices=True, mode=mode)
 
     return jax.tree.map(update, pools, windows)
+
+
+def _update_bits_by_scatter(pools: dict[str, Array], starts: Array, windows: dict[str, Array]) -> dict[str, Array]:
+    """The same of fp8 pools on a CPU, where XLA scatters such values by way of a float16 copy of the pool. Of their
+    bytes it still makes a copy, in a third of the time (0.12 and 0.10: 65 and 79 ms a pool of 50 MB, not 187 and 270);
+    an update in a loop makes none and takes seconds.
+    """
+
+    def bits(x: Array) -> Array:
+        return lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
+
+    updated = _update_by_scatter(jax.tree.map(bits, pools), starts, jax.tree.map(bits, windows))
+    return jax.tree.map(
+        lambda pool, new: lax.bitcast_convert_type(new, pool.dtype) if pool.dtype.itemsize == 1 else new, pools, updated
+    )
 
 
 def _update_in_loop(pools: dict[str, Array], starts: Array, windows: dict[str, Array]) -> dict[str, Array]:
