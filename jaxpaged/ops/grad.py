@@ -207,7 +207,7 @@ def _sum_over_sequences(
     **options: Any,
 ) -> _Gradients:
     """For each chunk of keys of each sequence, the tiles of queries that see it: its dk and dv are stored once."""
-    _, num_pages, _, page_size, _ = k_pages.shape
+    page_size = k_pages.shape[3]
     pages_per_chunk = max(1, _CHUNK // page_size)
     chunk = pages_per_chunk * page_size
     page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_per_chunk)), constant_values=NULL_PAGE)
@@ -223,9 +223,8 @@ def _sum_over_sequences(
             first_key, last_key = c * chunk, jnp.minimum((c + 1) * chunk, n) - 1
             key = first_key + jnp.arange(chunk)
             ids = lax.dynamic_slice_in_dim(page_table[i], c * pages_per_chunk, pages_per_chunk)
-            used = key[::page_size] < n
             # Entries past the last page may hold anything: they are not followed.
-            ids = jnp.where(used, ids, NULL_PAGE)
+            ids = jnp.where(key[::page_size] < n, ids, NULL_PAGE)
             k, v = read(k_pages, k_scale, ids, key < n), read(v_pages, v_scale, ids, key < n)
 
             def tile(t: Array, state: tuple[_Gradients, Array, Array]) -> tuple[_Gradients, Array, Array]:
@@ -242,9 +241,8 @@ def _sum_over_sequences(
             first_tile = jnp.maximum(0, first_key - num_old) // block_q if causal else 0
             last_query = end - begin if window is None else jnp.minimum(end - begin, last_key + window - num_old)
             sums, dk, dv = lax.fori_loop(first_tile, -(-last_query // block_q), tile, (sums, nothing, nothing))
-            # Pages that several sequences share get the sum; a dropped index is past the end, as -1 is the last.
-            target = jnp.where(used, ids, num_pages)
-            return sums._replace(k=_add_chunk(sums.k, target, dk), v=_add_chunk(sums.v, target, dv))
+            # Pages that several sequences share get the sum; dead keys, in the null page too, add exact zeros.
+            return sums._replace(k=_add_chunk(sums.k, ids, dk), v=_add_chunk(sums.v, ids, dv))
 
         first, last = 0, jnp.where(end > begin, n, 0)
         if window is not None:
@@ -330,4 +328,4 @@ def _add_chunk(pages: Array | None, ids: Array, chunk: Array) -> Array | None:
     if pages is None:
         return None
     num_kv_heads, page_size, head_dim = pages.shape[1:]
-    return pages.at[ids].add(chunk.reshape(num_kv_heads, -1, page_size, head_dim).swapaxes(0, 1), mode="drop")
+    return pages.at[ids].add(chunk.reshape(num_kv_heads, -1, page_size, head_dim).swapaxes(0, 1))
