@@ -259,12 +259,12 @@ def quantised_cache(dtype="int8", *, k_scale=None, v_scale=None) -> jp.KVCache:
     )
 
 
-def random_block(cache: jp.KVCache, seed: int) -> kv_cache.PageBlock:
-    """Pages 1 and up filled by writes to all layers."""
+def filled(cache: jp.KVCache) -> jp.KVCache:
+    """Pages 1 and up written, in all layers."""
     for layer in range(LAYERS):
-        k, v = random_tokens(SLOTS - PAGE_SIZE, seed=seed + layer)
+        k, v = random_tokens(SLOTS - PAGE_SIZE, seed=3 + layer)
         cache = cache.write(layer, k, v, jnp.arange(PAGE_SIZE, SLOTS))
-    return cache.export_pages(jnp.arange(1, PAGES))
+    return cache
 
 
 @pytest.mark.usefixtures("either_update")
@@ -329,8 +329,11 @@ def test_write_in_a_scan_over_layers_writes_the_scales_of_each_layer(dtype):
 @pytest.mark.usefixtures("either_update")
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_export_import_and_copy_take_the_scales_along_bit_for_bit(dtype):
-    block = random_block(quantised_cache(dtype), seed=3)
+    cache = filled(quantised_cache(dtype))
+    block = cache.export_pages(jnp.arange(1, PAGES))
     assert np.all(np.asarray(block.k_scale) > 0)
+    for name in ("k_scale", "v_scale"):
+        np.testing.assert_array_equal(getattr(block, name), getattr(cache, name)[:, 1:])
     target = quantised_cache(dtype).import_pages(jnp.arange(1, PAGES), block)
     chex.assert_trees_all_equal(target.export_pages(jnp.arange(1, PAGES)), block)
     copied = target.copy_pages(jnp.array([1, 2, 3]), jnp.array([2, 1, PAGES]))  # the last is dropped
