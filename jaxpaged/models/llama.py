@@ -6,7 +6,7 @@ copies every layer's weights before it uses them, so there each layer is a call 
 """
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ class Llama(nnx.Module):
         else:
             plan = make_plan(batch.seq_lens, batch.cu_q_lens, num_tokens=x.shape[0])
 
-            def body(carry: tuple[Array, KVCache], numbered: tuple[Array, Block]) -> tuple[tuple[Array, KVCache], None]:
+            def body(carry: tuple[Array, KVCache], numbered: tuple[Any, Block]) -> tuple[tuple[Array, KVCache], None]:
                 layer, block = numbered
                 return block(*carry, batch, layer, rope, plan), None
 

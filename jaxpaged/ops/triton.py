@@ -97,8 +97,7 @@ def _attention_kernel(
         in_tile = q_index < tile.num_q
         q_mask = in_tile[:, None] & in_dim
         q = _load(q_ref.at[token[:, None], head[:, None], dim], q_mask).astype(dtype)
-        words = range(0 if tree_ref is None else tree_ref.shape[1])
-        tree = [_load(tree_ref.at[token, i], in_tile)[:, None] for i in words]
+        tree = [] if tree_ref is None else [_load(tree_ref.at[token, i], in_tile) for i in range(tree_ref.shape[1])]
 
         def attend_block(i, state):
             acc, peak, total = state  # [block_m, head_dim], [block_m], [block_m]
@@ -235,7 +234,8 @@ def _in_tree(words, draft):
     for i, word in enumerate(words):
         bit = draft - 32 * i
         inside = (bit >= 0) & (bit < 32)
-        seen |= inside & ((lax.shift_right_logical(*jnp.broadcast_arrays(word, jnp.where(inside, bit, 0))) & 1) != 0)
+        word, shift = jnp.broadcast_arrays(word[:, None], jnp.where(inside, bit, 0))
+        seen |= inside & ((lax.shift_right_logical(word, shift) & 1) != 0)
     return seen
 
 
