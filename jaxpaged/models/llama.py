@@ -123,7 +123,7 @@ class Llama(nnx.Module):
                 return block(*carry, batch, layer, rope, plan), None
 
             # Of numpy: in an unrolled loop its elements are constants; those of `jnp.arange` would be a launch each.
-            layers = (np.arange(self.config.num_layers, dtype=np.int32), self.layers)
+            layers: tuple[Any, Block] = (np.arange(self.config.num_layers, dtype=np.int32), self.layers)
             (x, cache), _ = lax.scan(body, (x, cache), layers, unroll=self.layer_loop == "unroll")
         head = self.embed if self.lm_head is None else self.lm_head
         return _exit(x, batch, self.final_norm[...], head[...], self.config.rms_norm_eps), cache

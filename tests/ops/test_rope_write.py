@@ -108,11 +108,12 @@ def assert_one_step_apart(got, expected, qkv):
         assert apart.max() <= 1
         assert np.mean(apart) <= 0.01
         return
-    ulp = float(max(jnp.finfo(x.dtype).eps for x in (got, qkv)))
+    if got.dtype.itemsize == 2:
+        assert np.mean(got != expected) <= 0.01
+    ulp = float(max(jnp.finfo(x.dtype).eps for x in (got, qkv)))  # a scale is as good as the value that it comes from
     largest = float(jnp.max(jnp.abs(qkv.astype(jnp.float32))))
     got, expected = got.astype(np.float32), expected.astype(np.float32)
     np.testing.assert_allclose(got, expected, rtol=ulp, atol=2**-22 * largest)
-    assert ulp < 2**-20 or np.mean(got != expected) <= 0.01
 
 
 def check_against_two_steps(inputs: Inputs, backend="interpret", layer=1):
@@ -414,16 +415,19 @@ def shape_of(x):
 def test_rope_and_write_compiled_is_one_launch_in_place(gpu, dtype, scale):
     inputs = make_inputs(dtype, q_heads=32, kv_heads=8, head_dim=128, page_size=16, scale=scale, live=60)
     arguments = jax.tree.map(shape_of, inputs.arguments())
-    program = compile_for(
-        rope_and_write, shape_of_cache(inputs.cache), shape_of(np.int32(0)), *arguments, gpu=gpu, donate_argnums=0
-    )
+    cache = shape_of_cache(inputs.cache)
+    program = compile_for(rope_and_write, cache, shape_of(np.int32(0)), *arguments, gpu=gpu, donate_argnums=0)
     [launch] = program.launches
     assert launch.name == "rope_and_write"
     assert launch.kernel.spill_bytes == 0
     assert launch.kernel.registers <= 64
     assert program.copies(0) == []
-    assert program.alias_bytes >= sum(x.nbytes for x in jax.tree.leaves(inputs.cache) if x.ndim > 2)
-    assert program.temp_bytes == 0
+    assert program.alias_bytes == nbytes(cache)
+    assert program.temp_bytes < 1024
+
+
+def nbytes(arrays) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def shape_of_cache(cache: jp.KVCache) -> jp.KVCache:
@@ -451,7 +455,7 @@ def test_rope_and_write_compiled_in_a_scan_copies_no_pool(dtype, unroll):
     program = compile_for(step, cache, *jax.tree.map(shape_of, inputs.arguments()), donate_argnums=0)
     names = [launch.name for launch in program.launches]
     assert names.count("rope_and_write") == (LAYERS if unroll else 1)
-    smallest_pool = min(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    smallest_pool = min(map(nbytes, jax.tree.leaves(cache)))
     assert program.copies(smallest_pool) == []
-    assert program.alias_bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert program.alias_bytes == nbytes(cache)
     assert program.temp_bytes < smallest_pool
