@@ -5,8 +5,10 @@ from jaxpaged.config import NULL_PAGE, AttentionConfig, CacheConfig
 from jaxpaged.engine import Engine, RequestOutput, SamplingParams, SchedulerConfig
 from jaxpaged.kv_cache import KVCache, PageBlock
 from jaxpaged.ops.attention import paged_attention
+from jaxpaged.ops.cascade import cascade_attention
 from jaxpaged.ops.merge import merge_attention
 from jaxpaged.ops.plan import AttentionPlan, make_plan
+from jaxpaged.ops.rope import rope_and_write
 from jaxpaged.paging import OutOfPagesError, PageAllocator, PageCopy
 
 __version__ = "0.1.0"
@@ -26,8 +28,10 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "cascade_attention",
     "check_batch_values",
     "make_plan",
     "merge_attention",
     "paged_attention",
+    "rope_and_write",
 ]

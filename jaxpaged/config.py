@@ -26,6 +26,8 @@ class AttentionConfig:
             depends on what else is in the batch. A number cuts each sequence at its multiples instead, in KV tokens:
             batch-invariant mode, in which a result has the same bits in any batch (as with `max_splits=1`), among calls
             with the same kind of queries (all decode, or all with `cu_q_lens`). 512 suits contexts up to some 32,768.
+        allow_tf32: Let float32 products drop 13 of 23 bits of mantissa, as JAX does by default elsewhere, for several
+            times the speed. Narrower dtypes have nothing to drop.
         block_q: Query tokens a tile where sequences have several; a decode step has one.
         block_k: KV tokens a tile, a power of two >= 16; None chooses by head_dim, dtype and rows, as the next two.
         num_warps: Warps a program.
@@ -39,6 +41,7 @@ class AttentionConfig:
     num_programs: int = 48
     max_splits: Literal[1] | None = None
     split_size: int | None = None
+    allow_tf32: bool = False
     block_q: int = 16
     block_k: int | None = None
     num_warps: int | None = None

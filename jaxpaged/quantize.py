@@ -1,7 +1,7 @@
 """Keys and values in one byte each: a stored value x stands for `x * scale`, and scales are float32.
 
-A scale holds for one KV head of a layer, fixed when the cache is made, or for one head of one token, measured when it is
-written. Values are clipped before they are cast: a cast of what does not fit gives NaN on one device and the largest
+A scale holds for one KV head of a layer, fixed when the cache is made, or for one head of one token, measured when it
+is written. Values are clipped before they are cast: a cast of what does not fit gives NaN on one device and the largest
 number on another.
 
 Source: per-token scales as in KVQuant (Hooper et al., 2024, section 3.1) and FlashInfer's quantised KV cache.

@@ -26,9 +26,10 @@ class Case:
 
     Attributes:
         q: `[num_tokens, num_q_heads, head_dim]`, sequence after sequence.
-        k_pages: `[num_layers, num_pages, num_kv_heads, page_size, head_dim]`, NaN in every slot without an owner (127 in
-            int8, which has no NaN).
-        k_scale: Of a quantised case, as `v_scale`: a number, `[num_kv_heads]`, or for each token, NaN without an owner.
+        k_pages: `[num_layers, num_pages, num_kv_heads, page_size, head_dim]`, NaN in every slot without an owner (127
+            in int8, which has no NaN).
+        k_scale: Of a quantised case, as `v_scale`: a number, `[num_kv_heads]`, or for each token, NaN without an
+            owner.
         page_table: `[num_seqs, max_pages]`.
         cu_q_lens: `[num_seqs + 1]`, or None for one query token a sequence.
         dense_k: `[seq_lens[i], num_kv_heads, head_dim]` of each sequence, as stored at `layer`, times its scale.
@@ -102,7 +103,7 @@ def make_case(
         shape = {"tensor": (), "head": (num_kv_heads,), "token": pool_shape[:4]}[scale_per]
         k_scale, v_scale = (rng.uniform(6, 7, (2, *shape)) / largest).astype(np.float32)
         if scale_per == "token":
-            k_scale[:], v_scale[:] = np.nan, np.nan
+            k_scale, v_scale = np.full_like(k_scale, np.nan), np.full_like(v_scale, np.nan)
     page_table = np.full((len(seq_lens), width), unused_entry, np.int32)
     dense_k, dense_v = [], []
     for row, (n, num) in enumerate(zip(seq_lens, pages_of, strict=True)):
@@ -110,7 +111,7 @@ def make_case(
         new_k, new_v = rng.standard_normal((2, num_layers, n, num_kv_heads, head_dim))
         page, offset = page_table[row, np.arange(n) // page_size], np.arange(n) % page_size
         for x, pages, scale, dense in ((new_k, k_pages, k_scale, dense_k), (new_v, v_pages, v_scale, dense_v)):
-            if largest is None:
+            if largest is None or scale is None:
                 stored = x.astype(dtype)
                 dense.append(stored[layer])
             else:

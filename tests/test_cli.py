@@ -224,7 +224,8 @@ def test_summarise_of_more_prompts_than_run_together_compares_with_one_batch(cap
     )
     cli._summarise(Done(), [output] * 70, 48, 1.0)
     assert capsys.readouterr().err.endswith(
-        "KV cache: 128 pages of 16 tokens, 256.0 MiB: 128.0 MiB less than the 384.0 MiB of a contiguous [64, 48] cache.\n"
+        "KV cache: 128 pages of 16 tokens, 256.0 MiB: "
+        "128.0 MiB less than the 384.0 MiB of a contiguous [64, 48] cache.\n"
     )
 
 
@@ -295,7 +296,8 @@ def test_generate_with_prompts_on_both_sides_of_a_flag_takes_them_in_order(recor
         (("the", "--num-pages", "99999999999"), "no memory for 99999999999 pages of 16 tokens: RESOURCE_EXHAUSTED"),
         (
             ("the hen " * 8, "--num-pages", "3"),
-            "`prompt` of 41 tokens with up to 6 new ones, in pages of 16, needs 3 pages; 2 are free. Free a sequence, or enlarge the pool (`--num-pages`).",
+            "`prompt` of 41 tokens with up to 6 new ones, in pages of 16, needs 3 pages; 2 are free. Free a "
+            "sequence, or enlarge the pool (`--num-pages`).",
         ),
         (("the", "a" * 256), "prompt 2 of 2 must be shorter than the context of 256 tokens"),
         (

@@ -239,3 +239,199 @@ def test_write_and_copy_of_nothing_or_out_of_range_change_nothing(dtype):
     chex.assert_trees_all_equal(cache.write(0, k, v, jnp.array([-1, -17, SLOTS])), cache)
     with pytest.raises(TypeError, match="`page_ids` must be integers"):
         cache.import_pages(jnp.array([1.5]), cache.export_pages(jnp.array([1])))
+
+
+QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
+HALF_STEP = {"int8": (0.0, 0.5), "float8_e4m3fn": (2**-4, 2**-10), "float8_e5m2": (2**-3, 2**-17)}
+"""Largest rounding error: a share of the value, and a share of the scale."""
+
+
+def quantised_cache(dtype="int8", *, k_scale=None, v_scale=None) -> jp.KVCache:
+    return jp.KVCache.create(
+        num_layers=LAYERS,
+        num_pages=PAGES,
+        page_size=PAGE_SIZE,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        dtype=dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def filled(cache: jp.KVCache) -> jp.KVCache:
+    """Pages 1 and up written, in all layers."""
+    for layer in range(LAYERS):
+        k, v = random_tokens(SLOTS - PAGE_SIZE, seed=3 + layer)
+        cache = cache.write(layer, k, v, jnp.arange(PAGE_SIZE, SLOTS))
+    return cache
+
+
+@pytest.mark.usefixtures("either_update")
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("scale", [None, 0.02, "head", "layer"])
+def test_write_then_gather_of_a_quantised_cache_is_within_half_a_step(dtype, scale):
+    largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[dtype]
+    sizes = np.random.default_rng(1).uniform(5, 6, (2, LAYERS, HEADS)).astype(np.float32) / largest
+    fixed = {None: (None, None), 0.02: (5 / largest, 6 / largest), "head": sizes[:, 0], "layer": sizes}[scale]
+    cache = quantised_cache(dtype, k_scale=fixed[0], v_scale=fixed[1])
+    k, v = random_tokens(6)
+    k = k.at[0].set(0)  # a token of zeros
+    slots = jnp.array([20, 21, 22, 23, 8, SLOTS + 3], jnp.int32)  # the last is padding
+    cache = jax.jit(lambda c, layer: c.write(layer, k, v, slots))(cache, 2)
+    assert cache.dtype == jnp.dtype(dtype)
+    got_k, got_v = cache.gather(2, jnp.array([[5, 2]], jnp.int32), jnp.array([5]))
+    for got, x, given in ((got_k, k, fixed[0]), (got_v, v, fixed[1])):
+        assert got.dtype == jnp.float32
+        x = np.asarray(x)[:5]
+        step = np.abs(x).max(-1) / largest if given is None else np.broadcast_to(given, (LAYERS, HEADS))[2]
+        share, floor = HALF_STEP[dtype]
+        allowed = (share * np.abs(x) + floor * np.broadcast_to(step, x.shape[:2])[..., None]) * (1 + 1e-3)
+        np.testing.assert_array_less(np.abs(got[0, :5] - x), allowed + 1e-30)
+        if given is None:  # a measured scale gives the largest value back
+            top = np.abs(x).argmax(-1)[..., None]
+            got_top = np.take_along_axis(np.asarray(got[0, :5]), top, -1)
+            np.testing.assert_allclose(got_top, np.take_along_axis(x, top, -1), rtol=2e-7)
+    np.testing.assert_array_equal(got_k[0, 0], 0)
+    assert not np.any(got_k[0, 5:])
+    untouched = np.delete(np.asarray(cache.k_pages.astype(jnp.float32)), 2, axis=0)
+    assert not np.any(untouched)
+    if scale is None:
+        assert np.count_nonzero(cache.v_scale) == 5 * HEADS
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_write_beyond_a_fixed_scale_stores_the_largest_number(dtype):
+    cache = quantised_cache(dtype, k_scale=1e-9, v_scale=1e-9)
+    k, v = random_tokens(1)
+    got_k, _ = cache.write(0, k, v, jnp.array([4], jnp.int32)).gather(0, jnp.array([[1]], jnp.int32), jnp.array([1]))
+    largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[dtype]
+    np.testing.assert_allclose(got_k[0, 0], np.sign(k[0]) * largest * 1e-9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_write_in_a_scan_over_layers_writes_the_scales_of_each_layer(dtype):
+    cache, (k, v) = quantised_cache(dtype), random_tokens(2)
+    slots = jnp.array([9, SLOTS], jnp.int32)
+
+    def body(cache, layer):
+        return cache.write(layer, k * (layer + 1.0), v, slots), None
+
+    result, _ = jax.jit(lambda cache: jax.lax.scan(body, cache, jnp.arange(LAYERS)))(cache)
+    largest = np.abs(k[0]).max(-1)
+    for layer in range(LAYERS):
+        np.testing.assert_allclose(result.k_scale[layer, 2, :, 1] / result.k_scale[0, 2, :, 1], layer + 1, rtol=1e-6)
+        stored = np.abs(result.k_pages[layer, 2, :, 1].astype(jnp.float32)).max(-1) * result.k_scale[layer, 2, :, 1]
+        np.testing.assert_allclose(stored, largest * (layer + 1), rtol=1e-6)
+    assert np.count_nonzero(result.k_scale) == LAYERS * HEADS
+
+
+@pytest.mark.usefixtures("either_update")
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_export_import_and_copy_take_the_scales_along_bit_for_bit(dtype):
+    cache = filled(quantised_cache(dtype))
+    block = cache.export_pages(jnp.arange(1, PAGES))
+    assert np.all(np.asarray(block.k_scale) > 0)
+    for name in ("k_scale", "v_scale"):
+        np.testing.assert_array_equal(getattr(block, name), getattr(cache, name)[:, 1:])
+    target = quantised_cache(dtype).import_pages(jnp.arange(1, PAGES), block)
+    chex.assert_trees_all_equal(target.export_pages(jnp.arange(1, PAGES)), block)
+    copied = target.copy_pages(jnp.array([1, 2, 3]), jnp.array([2, 1, PAGES]))  # the last is dropped
+    before, after = target.export_pages(jnp.array([2, 1, 3, 4, 5])), copied.export_pages(jnp.array([1, 2, 3, 4, 5]))
+    chex.assert_trees_all_equal(after, before)
+    assert not np.any(copied.k_scale[:, 0])
+
+
+def test_import_pages_of_a_block_with_other_scales_is_refused():
+    by_token, fixed = quantised_cache(), quantised_cache(k_scale=0.1, v_scale=0.1)
+    ids = jnp.array([1, 2])
+    with pytest.raises(TypeError, match=r"`block.k_scale` must be given, as the cache holds a scale .*; got None"):
+        by_token.import_pages(ids, fixed.export_pages(ids))
+    with pytest.raises(TypeError, match=r"`block.k_scale` must be None, as the cache does not hold .*; got an array"):
+        fixed.import_pages(ids, by_token.export_pages(ids))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "bfloat16"}, r"`k_scale` must be None for bfloat16; got one\. Only one-byte dtypes have scales"),
+        ({"v_scale": None}, r"`k_scale` and `v_scale` must be given both or neither; got one of them"),
+        ({"k_scale": 0.0}, r"`k_scale` must be finite and above 0; got 0\.0"),
+        ({"v_scale": [0.1, -1.0]}, r"`v_scale` must be finite and above 0; got \[0\.1, -1\.0\]"),
+        ({"v_scale": np.inf}, r"`v_scale` must be finite and above 0; got inf"),
+        ({"k_scale": np.nan}, r"`k_scale` must be finite and above 0; got nan"),
+        (
+            {"k_scale": np.ones(3)},
+            r"`k_scale` must be a number, \(num_kv_heads,\) = \(2,\) or .* = \(1, 2\); got \(3,\)",
+        ),
+        (
+            {"num_pages": 2**18, "page_size": 64, "head_dim": 128},
+            r"`num_pages` must be at most 131071 or at least 262145",
+        ),
+    ],
+)
+def test_create_of_a_quantised_cache_with_a_bad_argument_names_it(change, message):
+    """The last would be 4 GiB a pool: it is refused before anything is allocated."""
+    good = {"num_layers": 1, "num_pages": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": "int8"}
+    with pytest.raises(ValueError, match=message):
+        jp.KVCache.create(**{**good, "k_scale": 0.1, "v_scale": 0.1, **change})
+
+
+@pytest.mark.parametrize("num_values", [2**31 - 2**14, 2**31, 2**32, 2**32 + 2**14])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e5m2", "bfloat16"])
+def test_create_refuses_one_byte_pools_that_a_gpu_cannot_index(num_values, dtype):
+    shape = (1, num_values // 2**14, 2, 64, 128)
+    if dtype == "bfloat16" or not 2**31 <= num_values <= 2**32:
+        kv_cache._check_pool_size(shape, dtype)
+        return
+    with pytest.raises(ValueError, match=rf"a pool of {dtype} with 2\*\*31 to 2\*\*32 values; got {shape[1]}"):
+        kv_cache._check_pool_size(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_nbytes_per_page_counts_the_scales_of_each_token(dtype, scale):
+    cache = quantised_cache(dtype, k_scale=scale, v_scale=scale)
+    held = [x for x in jax.tree.leaves(cache) if x.ndim > 2]
+    assert cache.nbytes_per_page * cache.num_pages == sum(x.nbytes for x in held)
+
+
+# Of fp8, XLA on a CPU copies the bytes of a pool around a scatter: two pools of temporary memory at most. (By way of
+# float16 it was four; an update in a loop needs none, and seconds.)
+@pytest.mark.parametrize(("dtype", "pools_copied"), [("int8", 0), ("float8_e4m3fn", 2), ("float8_e5m2", 2)])
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_write_donated_of_a_quantised_cache_copies_no_pool_of_int8(dtype, pools_copied, scale):
+    shape = {"num_layers": LAYERS, "num_pages": 300, "num_kv_heads": HEADS, "head_dim": 64}
+    cache, k = jp.KVCache.create(**shape, dtype=dtype, k_scale=scale, v_scale=scale), jnp.ones((3, HEADS, 64))
+    step = jax.jit(lambda c, layer, k, s: c.write(layer, k, k, s), donate_argnums=0)
+    compiled = step.lower(cache, 1, k, jnp.arange(3)).compile()
+    memory, pool = compiled.memory_analysis(), cache.k_pages.nbytes
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert memory.temp_size_in_bytes < (pools_copied + 1 / 8) * pool
+    assert f"f16[{LAYERS},300" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("cu_q_lens", [None, np.array([0, 1, 2, 3], np.int32)], ids=["decode", "ragged"])
+def test_paged_attention_by_xla_reads_a_quantised_pool_in_place(dtype, cu_q_lens):
+    cache = jp.KVCache.create(num_layers=2, num_pages=2000, num_kv_heads=2, head_dim=64, dtype=dtype)
+
+    def attend(q, c, table, lens):
+        scales = {"k_scale": c.k_scale, "v_scale": c.v_scale}
+        return jp.paged_attention(
+            q, c.k_pages, c.v_pages, table, lens, layer=1, cu_q_lens=cu_q_lens, **scales, backend="xla"
+        )
+
+    arguments = jnp.ones((3, 4, 64)), cache, jnp.ones((3, 64), jnp.int32), jnp.full(3, 300, jnp.int32)
+    memory = jax.jit(attend).lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < cache.k_pages.nbytes // 8
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_write_of_a_quantised_cache_lowered_for_cuda_scatters_the_pools_themselves(dtype):
+    cache, (k, v) = quantised_cache(dtype), random_tokens(3)
+    traced = jax.jit(lambda c, k, v, s: c.write(1, k, v, s)).trace(cache, k, v, jnp.arange(3))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count('"stablehlo.scatter"') == 4  # K, V and their scales
+    assert "bitcast_convert" not in text
+    assert "stablehlo.while" not in text

@@ -5,6 +5,7 @@ checks are those of the test files, with small cases. `test_unmutated_code_passe
 is, put in place the same way.
 """
 
+import dataclasses
 import importlib
 import sys
 import types
@@ -13,10 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests import test_batch, test_kv_cache
-from tests.ops import test_attention, test_merge
+from jaxpaged.config import AttentionConfig
+from jaxpaged.testing import make_case
+from tests import test_batch, test_kv_cache, test_quantize
+from tests.ops import harness, test_attention, test_merge
 from tests.paging import test_allocator, test_pool
 
 pytestmark = pytest.mark.slow
@@ -44,6 +48,14 @@ def write_float32():
     test_kv_cache.test_write_at_slots_changes_these_slots_only(jnp.float32, 1)
 
 
+def write_int8():
+    test_kv_cache.test_write_then_gather_of_a_quantised_cache_is_within_half_a_step("int8", None)
+
+
+def write_fixed():
+    test_kv_cache.test_write_then_gather_of_a_quantised_cache_is_within_half_a_step("int8", "layer")
+
+
 def update_in_loop():
     test_kv_cache.check_update_in_loop_equals_scatter()
 
@@ -56,6 +68,33 @@ def merge_of_two():
     test_merge.test_merge_attention_of_two_parts_equals_the_whole(200.0)
 
 
+def options(backend: str, what: str, config: AttentionConfig | None = None) -> Check:
+    """Sequences cut and whole, of many tokens and of one, with one of the later options."""
+
+    def check():
+        harness.compiled.cache_clear()  # it may hold what another mutant was traced to
+        kind = {"dtype": "int8", "scale_per": what} if what in ("token", "head") else {}
+        decode = what in ("decode", "head")
+        case = make_case((40, 0, 9, 61), None if decode else (6, 0, 9, 3), **kind, seed=1)
+        if what == "head":  # another scale in each layer
+            doubled = {n: np.stack([2 * getattr(case, n), getattr(case, n)]) for n in ("k_scale", "v_scale")}
+            case = dataclasses.replace(case, **doubled)
+        tree = np.random.default_rng(0).random((len(case.q), 10)) < 0.5
+        chosen = {
+            "token": {},
+            "head": {},
+            "tree": {"tree_mask": tree},
+            "window": {"sliding_window": np.int32(23)},
+            "decode": {"sliding_window": np.int32(23), "sinks": test_attention.SINKS},
+        }[what]
+        try:
+            harness.check(case, backend, config=config, **chosen)
+        finally:
+            harness.compiled.cache_clear()
+
+    return check
+
+
 BY_XLA = attention("check_decode", "xla", "plain")
 BY_XLA_OPTIONS = attention("check_decode", "xla", "all")
 BY_XLA_RAGGED = attention("check_ragged", "xla", "plain")
@@ -63,6 +102,15 @@ BY_XLA_LONG = attention("check_long_tiles", "xla")
 BY_XLA_NEGATIVE = attention("check_large_negative_logits", "xla")
 BY_DEFINITION = attention("check_ragged", "reference", "all")
 BY_KERNEL = attention("check_ragged", "interpret", "all")
+SPLIT, CUT = AttentionConfig(split_size=16, block_q=4, block_k=16), AttentionConfig(num_programs=3, block_q=4)
+XLA_TOKEN, XLA_HEAD, XLA_TREE, XLA_WINDOW = (options("xla", what) for what in ("token", "head", "tree", "window"))
+OF_TOKEN, OF_HEAD, OF_TREE, OF_WINDOW = (options("reference", what) for what in ("token", "head", "tree", "window"))
+KERNEL_TOKEN, KERNEL_HEAD, KERNEL_TREE, KERNEL_WINDOW = (
+    options("interpret", what, CUT) for what in ("token", "head", "tree", "window")
+)
+KERNEL_SPLIT, KERNEL_SPLIT_DECODE = options("interpret", "window", SPLIT), options("interpret", "decode", SPLIT)
+KERNEL_CUT_DECODE = options("interpret", "decode", CUT)
+PLAN, QUANTIZE = "jaxpaged/ops/plan.py", "jaxpaged/quantize.py"
 XLA, REFERENCE, TRITON = "jaxpaged/ops/xla.py", "jaxpaged/ops/reference.py", "jaxpaged/ops/triton.py"
 MERGE, CACHE, BATCH = "jaxpaged/ops/merge.py", "jaxpaged/kv_cache.py", "jaxpaged/batch.py"
 ALLOCATOR, POOL, TABLES = "jaxpaged/paging/allocator.py", "jaxpaged/paging/pool.py", "jaxpaged/paging/tables.py"
@@ -78,9 +126,33 @@ MUTANTS = {
     "xla: soft cap dropped": (XLA, "if logits_soft_cap is not None:", "if False:", BY_XLA_OPTIONS),
     "xla: V not zeroed": (
         XLA,
-        "jnp.where(live[:, None], gather(v_pages, ids), 0)",
-        "gather(v_pages, ids)",
+        "jnp.where(live[:, None], gather(v_pages, ids).astype(q.dtype), 0)",
+        "gather(v_pages, ids).astype(q.dtype)",
         BY_XLA,
+    ),
+    "xla: K scale dropped": (XLA, "sm_scale * scale_of(k_scale, ids)", "sm_scale", XLA_HEAD),
+    "xla: K scale of another page": (XLA, "scale_of(k_scale, ids)", "scale_of(k_scale, ids[::-1])", XLA_TOKEN),
+    "xla: K scale of another layer": (XLA, "layer_scale(scale, layer)", "layer_scale(scale, 0)", XLA_HEAD),
+    "xla: V scale of another head": (
+        XLA,
+        "jnp.where(live, scale_of(v_scale, ids), 0)",
+        "jnp.where(live, scale_of(v_scale, ids)[::-1], 0)",
+        XLA_HEAD,
+    ),
+    "xla: V scale not zeroed": (
+        XLA,
+        "jnp.where(live, scale_of(v_scale, ids), 0)",
+        "scale_of(v_scale, ids)",
+        XLA_TOKEN,
+    ),
+    "xla: largest value not taken back": (XLA, "(largest * jnp.where(total", "(jnp.where(total", XLA_TOKEN),
+    "xla: tree one late": (XLA, "key - tile.num_old,", "key - tile.num_old - 1,", XLA_TREE),
+    "xla: tree of another token": (XLA, "(tree_mask, first, block_q)", "(tree_mask, 0, block_q)", XLA_TREE),
+    "xla: traced window ignored": (
+        XLA,
+        "if sliding_window is not None:\n            seen",
+        "if isinstance(sliding_window, int):\n            seen",
+        XLA_WINDOW,
     ),
     "xla: one key past the end": (XLA, "key < tile.seq_len", "key <= tile.seq_len", BY_XLA),
     "xla: no guard for a row without keys": (
@@ -100,7 +172,17 @@ MUTANTS = {
     "xla: sink counted twice": (XLA, "(lse, sinks.astype", "(lse, (sinks + 0.7).astype", BY_XLA_OPTIONS),
     "xla: ALiBi the wrong way": (XLA, "(key - position)", "(position - key)", BY_XLA_OPTIONS),
     "xla: lse without log": (XLA, "jnp.log(jnp.where(total > 0, total, 1))", "jnp.where(total > 0, total, 1)", BY_XLA),
-    "reference: K for V": (REFERENCE, "dense(v_pages)", "dense(k_pages)", BY_DEFINITION),
+    "reference: K for V": (REFERENCE, "dense(v_pages, v_scale)", "dense(k_pages, v_scale)", BY_DEFINITION),
+    "reference: K scale dropped": (REFERENCE, "dense(k_pages, k_scale)", "dense(k_pages, None)", OF_HEAD),
+    "reference: scale of another page": (REFERENCE, "scale[layer, ids]", "scale[layer, ids[::-1]]", OF_TOKEN),
+    "reference: scale of another layer": (REFERENCE, "layer_scale(scale, layer)", "layer_scale(scale, 0)", OF_HEAD),
+    "reference: tree one late": (REFERENCE, "key - (n - num_new)", "key - (n - num_new) - 1", OF_TREE),
+    "reference: traced window ignored": (
+        REFERENCE,
+        "if sliding_window is not None:",
+        "if isinstance(sliding_window, int):",
+        OF_WINDOW,
+    ),
     "reference: another sequence's table": (REFERENCE, "page_table[row[token]]", "page_table[-1]", BY_DEFINITION),
     "reference: mask one early": (REFERENCE, "key <= query_position", "key < query_position", BY_DEFINITION),
     "reference: window one narrow": (
@@ -126,7 +208,7 @@ MUTANTS = {
         BY_DEFINITION,
     ),
     "reference: ALiBi the wrong way": (REFERENCE, "(key - query_position)", "(query_position - key)", BY_DEFINITION),
-    "triton: K for V": (TRITON, "_load(v_ref.at[index]", "_load(k_ref.at[index]", BY_KERNEL),
+    "triton: K for V": (TRITON, "v = _load_rows(v_ref,", "v = _load_rows(k_ref,", BY_KERNEL),
     "triton: another sequence's table": (TRITON, "page_table_ref.at[tile.seq,", "page_table_ref.at[0,", BY_KERNEL),
     "triton: mask one late": (
         TRITON,
@@ -140,8 +222,104 @@ MUTANTS = {
         "key[None, :] >= position[:, None] - sliding_window",
         BY_KERNEL,
     ),
-    "triton: scale dropped": (TRITON, "* (sm_scale * LOG2E)", "* LOG2E", BY_KERNEL),
-    "triton: V not zeroed": (TRITON, "v = _load(v_ref.at[index], kv_mask)", "v = v_ref[index]", BY_KERNEL),
+    "triton: scale dropped": (TRITON, "(sm_scale * LOG2E * k_scale)", "(LOG2E * k_scale)", BY_KERNEL),
+    "triton: V not zeroed": (
+        TRITON,
+        "_load(ref.at[layer, page[:, None], kv_head, offset[:, None], dim], live[:, None] & (dim < head_dim))",
+        "ref[layer, page[:, None], kv_head, offset[:, None], dim]",
+        BY_KERNEL,
+    ),
+    "triton: K scale dropped": (TRITON, "* LOG2E * k_scale)", "* LOG2E)", KERNEL_HEAD),
+    "triton: K scale of another slot": (
+        TRITON,
+        "_load(k_scale_ref.at[slot], live)",
+        "_load(k_scale_ref.at[layer, page, kv_head, 0 * key], live)",
+        KERNEL_TOKEN,
+    ),
+    "triton: K scale of another layer": (TRITON, "ref[0 if ref.shape[0] == 1 else layer,", "ref[0,", KERNEL_HEAD),
+    "triton: V scale of another head": (
+        TRITON,
+        "_load(v_scale_ref.at[slot], live)",
+        "_load(v_scale_ref.at[layer, page, 1 - kv_head, key % page_size], live)",
+        KERNEL_TOKEN,
+    ),
+    "triton: largest value not taken back": (TRITON, "1 / largest if", "1.0 if", KERNEL_TOKEN),
+    "triton: tree one late": (TRITON, "key - tile.num_old\n", "key - tile.num_old - 1\n", KERNEL_TREE),
+    "triton: tree of the tile's first token": (
+        TRITON,
+        "tree_ref.at[token[:, None]",
+        "tree_ref.at[tile.token + 0 * token[:, None]",
+        KERNEL_TREE,
+    ),
+    "triton: traced window ignored": (
+        TRITON,
+        "sliding_window if window_ref is None else window_ref[0]",
+        "sliding_window",
+        KERNEL_WINDOW,
+    ),
+    "triton: sink in each piece": (TRITON, "part_row, None, 1.0", "part_row, sink, 1.0", KERNEL_SPLIT_DECODE),
+    "triton: sink dropped where cut": (
+        TRITON,
+        "None if sinks_ref is None else sinks_ref[head]",
+        "None if True else sinks_ref[head]",
+        KERNEL_CUT_DECODE,
+    ),
+    "triton: parts of another token": (
+        TRITON,
+        "program % max_pieces * q_ref.shape[0] + token",
+        "program % max_pieces * q_ref.shape[0] + q_index",
+        KERNEL_SPLIT,
+    ),
+    "triton: last piece not merged": (
+        TRITON,
+        "(tile.kv_end - 1) // split_size, max_pieces - 1",
+        "(tile.kv_end - 1) // split_size - 1, max_pieces - 1",
+        KERNEL_SPLIT,
+    ),
+    "plan: a piece counted twice": (
+        PLAN,
+        "(piece + 1) * split_size)",
+        "(piece + 2) * split_size)",
+        KERNEL_SPLIT_DECODE,
+    ),
+    "plan: traced window ignored": (
+        PLAN,
+        "window = kv_len if sliding_window is None else",
+        "window = kv_len if not isinstance(sliding_window, int) else",
+        KERNEL_CUT_DECODE,
+    ),
+    "plan: old tokens counted one short": (
+        PLAN,
+        "num_old = kv_lens[seq] - q_lens[seq]",
+        "num_old = kv_lens[seq] - q_lens[seq] - 1",
+        KERNEL_TREE,
+    ),
+    "quantize: not clipped": (
+        QUANTIZE,
+        "jnp.clip(scaled, -largest, largest).astype(dtype)",
+        "scaled.astype(dtype)",
+        partial(test_quantize.test_quantize_of_what_does_not_fit_gives_the_largest_number, "float8_e5m2"),
+    ),
+    "quantize: cut off": (
+        QUANTIZE,
+        "jnp.floor(scaled + 0.5)",
+        "jnp.trunc(scaled)",
+        partial(test_quantize.test_quantize_takes_the_nearest_number, "int8", False),
+    ),
+    "quantize: no guard for zeros": (
+        QUANTIZE,
+        "jnp.where(scale == 0, 1, scale)[..., None]",
+        "scale[..., None]",
+        partial(test_quantize.test_quantize_of_a_row_of_zeros_gives_zeros, "float8_e4m3fn"),
+    ),
+    "cache: measured scale not kept": (CACHE, "measured[..., None]", "jnp.ones_like(measured)[..., None]", write_int8),
+    "cache: fixed scale of another layer": (CACHE, "broadcast_to(scale[layer],", "broadcast_to(scale[0],", write_fixed),
+    "cache: V exported with K's scales": (
+        CACHE,
+        '"v_scale": self.v_scale[:, page_ids]',
+        '"v_scale": self.k_scale[:, page_ids]',
+        partial(test_kv_cache.test_export_import_and_copy_take_the_scales_along_bit_for_bit, "int8"),
+    ),
     "merge: weights swapped": (MERGE, "weight_a, weight_b =", "weight_b, weight_a =", merge_of_two),
     "merge: maximum dropped from lse": (MERGE, "shift + jnp.log(total)", "jnp.log(total)", merge_of_two),
     "merge: no guard for two empty parts": (
@@ -157,7 +335,7 @@ MUTANTS = {
         write_float32,
     ),
     "cache: another layer": (CACHE, "jnp.full_like(page, layer)", "jnp.full_like(page, 0)", write_float32),
-    "cache: K written as V": (CACHE, "v.astype(self.dtype)", "k.astype(self.dtype)", write_float32),
+    "cache: K written as V": (CACHE, "self._encode(v, self.v_scale,", "self._encode(k, self.v_scale,", write_float32),
     "cache: padding scattered": (CACHE, "GatherScatterMode.FILL_OR_DROP", "GatherScatterMode.CLIP", write_float32),
     "cache: padding written in the loop": (CACHE, "& (starts[i] < shape)", "", update_in_loop),
     "cache: gather not cut": (

@@ -6,10 +6,11 @@ copies every layer's weights before it uses them, so there each layer is a call 
 """
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -18,10 +19,9 @@ from jaxtyping import Array, Float
 from jaxpaged.batch import Batch
 from jaxpaged.config import CacheConfig, LlamaConfig
 from jaxpaged.kv_cache import KVCache
-from jaxpaged.nn.nnx import PagedAttention
-from jaxpaged.ops.attention import Backend
+from jaxpaged.ops.attention import Backend, attend
 from jaxpaged.ops.plan import AttentionPlan, make_plan
-from jaxpaged.ops.rope import apply_rope, rope_angles, rope_frequencies
+from jaxpaged.ops.rope import rope_and_write, rope_angles, rope_frequencies
 
 LayerLoop = Literal["unroll", "scan", "calls"]
 
@@ -35,7 +35,7 @@ class Block(nnx.Module):
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, backend: Backend, rngs: nnx.Rngs):
         hidden, heads = config.hidden_size, config.num_q_heads + 2 * config.num_kv_heads
         self.config = config
-        self.attention = PagedAttention(backend=backend)
+        self.backend: Backend = backend
         self.attn_norm = nnx.Param(jnp.ones(hidden, dtype))
         self.qkv = _weight(rngs, heads * config.head_dim, hidden, dtype)
         self.o = _weight(rngs, hidden, config.num_q_heads * config.head_dim, dtype)
@@ -56,9 +56,8 @@ class Block(nnx.Module):
         config = self.config
         qkv = _linear(_rms_norm(x, self.attn_norm[...], config.rms_norm_eps), self.qkv[...])
         qkv = qkv.reshape(-1, config.num_q_heads + 2 * config.num_kv_heads, config.head_dim)
-        q, k, v = jnp.split(qkv, (config.num_q_heads, config.num_q_heads + config.num_kv_heads), axis=1)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        attended, cache = self.attention(q, k, v, cache, batch, layer, plan=plan)
+        q, cache = rope_and_write(cache, layer, qkv, *rope, batch.slot_mapping, backend=self.backend)
+        attended = attend(q, cache, batch, layer, plan=plan, backend=self.backend)
         x = x + _linear(attended.reshape(x.shape[0], -1), self.o[...])
         gate, up = jnp.split(
             _linear(_rms_norm(x, self.mlp_norm[...], config.rms_norm_eps), self.gate_up[...]), 2, axis=1
@@ -119,11 +118,12 @@ class Llama(nnx.Module):
         else:
             plan = make_plan(batch.seq_lens, batch.cu_q_lens, num_tokens=x.shape[0])
 
-            def body(carry: tuple[Array, KVCache], numbered: tuple[Array, Block]) -> tuple[tuple[Array, KVCache], None]:
+            def body(carry: tuple[Array, KVCache], numbered: tuple[Any, Block]) -> tuple[tuple[Array, KVCache], None]:
                 layer, block = numbered
                 return block(*carry, batch, layer, rope, plan), None
 
-            layers = (jnp.arange(self.config.num_layers), self.layers)
+            # Of numpy: in an unrolled loop its elements are constants; those of `jnp.arange` would be a launch each.
+            layers: tuple[Any, Block] = (np.arange(self.config.num_layers, dtype=np.int32), self.layers)
             (x, cache), _ = lax.scan(body, (x, cache), layers, unroll=self.layer_loop == "unroll")
         head = self.embed if self.lm_head is None else self.lm_head
         return _exit(x, batch, self.final_norm[...], head[...], self.config.rms_norm_eps), cache

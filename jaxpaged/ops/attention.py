@@ -14,6 +14,7 @@ from jaxpaged.checks import require_arrays
 from jaxpaged.config import AttentionConfig
 from jaxpaged.kv_cache import KVCache, check_layer
 from jaxpaged.ops import triton
+from jaxpaged.ops.grad import attend_with_gradient
 from jaxpaged.ops.plan import AttentionPlan, PlanKey, check_plan
 from jaxpaged.ops.reference import paged_attention_reference
 from jaxpaged.ops.xla import paged_attention_xla
@@ -54,8 +55,8 @@ def paged_attention(
         out      = sum_x e^(logit(x) - lse) v(x),                     lse    = log(sum_x e^logit(x) + e^sinks[h])
 
     A causal query sees x <= p; a window leaves x > p - sliding_window; a tree leaves, of its sequence's new tokens
-    x = n - m + i, those with `tree_mask[., i]`. The part of an option that is None is left out. Of quantised pages, k and v
-    are the stored values times their scales.
+    x = n - m + i, those with `tree_mask[., i]`. The part of an option that is None is left out. k and v of quantised
+    pages are the stored values times their scales.
 
     Args:
         q: Queries, sequence after sequence, in the dtype of the cache, or in any floating dtype if that is quantised.
@@ -93,6 +94,9 @@ def paged_attention(
         TypeError: A dtype does not fit.
         NotImplementedError: The named backend does not do this; the message says why.
 
+    Gradients: `jax.grad` works on every backend, by one rule (`jaxpaged.ops.grad`), for `q`, pages, `sinks` and
+        `alibi_slopes`. Of quantised pages and scales it is refused with NotImplementedError. There is no forward mode.
+
     Source: PagedAttention (Kwon et al., 2023, section 4.1); sinks: StreamingLLM (Xiao et al., 2024, section 3.2);
         ALiBi (Press et al., 2022, section 3).
     """
@@ -101,7 +105,8 @@ def paged_attention(
     require_arrays(tree_mask=tree_mask)
     if k_pages.ndim == 4 and v_pages.ndim == 4 and layer is None:
         k_pages, v_pages, layer = k_pages[None], v_pages[None], 0
-        k_scale, v_scale = (s[None] if getattr(s, "ndim", 0) == 3 else s for s in (k_scale, v_scale))
+        k_scale, v_scale = (None if s is None else jnp.asarray(s) for s in (k_scale, v_scale))
+        k_scale, v_scale = (s if s is None or s.ndim != 3 else s[None] for s in (k_scale, v_scale))
     _validate(q, k_pages, v_pages, page_table, seq_lens, layer, cu_q_lens)
     _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, tree_mask, backend)
     k_scale, v_scale = _stacked_scale("k_scale", k_scale, k_pages), _stacked_scale("v_scale", v_scale, v_pages)
@@ -123,29 +128,43 @@ def paged_attention(
         "tree_mask": tree_mask,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "plan": plan,
     }
-    by_xla = functools.partial(paged_attention_xla, **options)
-    by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
     unsupported = None
     if backend in ("auto", "triton", "interpret"):
         unsupported = triton.why_unsupported(q, k_pages, v_pages)
     if unsupported is not None and backend != "auto":
         raise NotImplementedError(f"`backend={backend!r}` cannot run this call: {unsupported}")
 
+    attend = functools.partial(_call_backend, backend=backend, config=config, unsupported=unsupported)
+    if backend == "reference" and not is_quantized(k_pages.dtype):
+        out, lse = attend(*arrays, **options)  # JAX differentiates it
+    else:
+        out, lse = attend_with_gradient(attend, *arrays, **options)
+    return (out, lse) if return_lse else out
+
+
+def _call_backend(
+    *arrays: Array,
+    backend: Backend,
+    plan: AttentionPlan | None,
+    config: AttentionConfig | None,
+    unsupported: str | None,
+    **options,
+) -> tuple[Array, Array]:
+    by_xla = functools.partial(paged_attention_xla, **options)
+    by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
     match backend:
         case "reference":
-            out, lse = paged_attention_reference(*arrays, **options)
-        case "xla":
-            out, lse = by_xla(*arrays)
+            return paged_attention_reference(*arrays, **options)
         case "triton":
-            out, lse = by_triton(*arrays)
+            return by_triton(*arrays)
         case "interpret":
-            out, lse = functools.partial(by_triton, interpret=True)(*arrays)
+            return functools.partial(by_triton, interpret=True)(*arrays)
         case "auto" if unsupported is None:
-            out, lse = lax.platform_dependent(*arrays, cuda=by_triton, default=by_xla)
-        case "auto":
-            out, lse = by_xla(*arrays)
-    return (out, lse) if return_lse else out
+            return lax.platform_dependent(*arrays, cuda=by_triton, default=by_xla)
+        case _:
+            return by_xla(*arrays)
 
 
 def write_and_attend(
@@ -168,6 +187,24 @@ def write_and_attend(
         Output in the shape and dtype of `q`, and the cache after the write.
     """
     cache = cache.write(layer, k, v, batch.slot_mapping)
+    return attend(q, cache, batch, layer, **options), cache
+
+
+def attend(
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    cache: KVCache,
+    batch: Batch,
+    layer: int | Int[Array, ""],
+    **options,
+) -> Float[Array, "num_tokens num_q_heads head_dim"]:
+    """One layer's attention to all that a cache holds, this step's K and V included: what follows a write.
+
+    Args:
+        options: Of `paged_attention`.
+
+    Returns:
+        Output in the shape and dtype of `q`.
+    """
     out, _ = paged_attention(
         q if is_quantized(cache.dtype) else q.astype(cache.dtype),
         cache.k_pages,
@@ -181,7 +218,7 @@ def write_and_attend(
         return_lse=True,
         **options,
     )
-    return out.astype(q.dtype), cache
+    return out.astype(q.dtype)
 
 
 def why_not_on(platform: str, backend: Backend) -> str | None:
@@ -273,7 +310,7 @@ def _validate_options(q, sm_scale, logits_soft_cap, sliding_window, sinks, alibi
 
 
 def _stacked_scale(name: str, scale, pages) -> Array | None:
-    """A scale as `[1 or num_layers, num_kv_heads]`, or for each token `[num_layers, num_pages, num_kv_heads, page_size]`."""
+    """A scale as `[1 or num_layers, num_kv_heads]`, or a scale for each token in the shape of the stacked pages."""
     if not is_quantized(pages.dtype):
         if scale is not None:
             raise ValueError(

@@ -48,4 +48,5 @@ def merge_attention(
     total = weight_a + weight_b
     norm = jnp.where(total > 0, total, 1)
     out = (weight_a / norm)[..., None] * out_a.astype(dtype) + (weight_b / norm)[..., None] * out_b.astype(dtype)
-    return out.astype(out_a.dtype), shift + jnp.log(total)
+    # Not log(total): at 0 its derivative is infinite, and 0 * inf is NaN.
+    return out.astype(out_a.dtype), jnp.where(total > 0, shift + jnp.log(norm), -jnp.inf)

@@ -136,7 +136,7 @@ def make_plan(
         An `AttentionPlan` whose array sizes depend on static arguments only, so that it can be made inside `jax.jit`.
 
     Raises:
-        ValueError: A decode step whose `num_tokens` is not its number of sequences, or a `split_size` without `max_len`.
+        ValueError: A decode step whose `num_tokens` is not its number of sequences; a `split_size` without `max_len`.
     """
     config = config or AttentionConfig()
     if config.split_size is not None and max_len is None:

@@ -1,4 +1,4 @@
-"""Paged attention on NVIDIA GPUs: two Pallas kernels, lowered through Triton.
+"""Paged attention, and the write before it, on NVIDIA GPUs: three Pallas kernels, lowered through Triton.
 
 Source: FlashAttention-2 (arXiv 2307.08691) for the running softmax; Stream-K (arXiv 2301.03598) for the partition that
 `ops/plan.py` makes.
@@ -9,6 +9,7 @@ holds whole is finished at once; a piece of one leaves a float32 partial result,
 Both address q, pages and outputs where they lie: XLA has nothing to pad, cast, slice or transpose around them.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -20,8 +21,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxpaged.config import AttentionConfig, cdiv
+from jaxpaged.kv_cache import KVCache
 from jaxpaged.ops.plan import AttentionPlan, PlanKey, Share, Tile, check_plan, make_plan
-from jaxpaged.quantize import MAX_VALUE, is_quantized
+from jaxpaged.quantize import MAX_VALUE, is_quantized, measure_scale, quantize
 
 try:
     from jax.experimental.pallas import triton
@@ -48,7 +50,7 @@ def _attention_kernel(
     sinks_ref,  # [num_q_heads] or None, as the next
     slopes_ref,
     window_ref,  # [1] or None: a sliding window that is not static
-    tree_ref,  # [num_tokens, max_q_len] or None
+    tree_ref,  # [num_tokens, num_words] or None: 32 columns of the tree mask a word, the first in the lowest bit
     out_ref,  # [num_tokens, num_q_heads, head_dim]
     lse_ref,  # [num_tokens, num_q_heads]
     part_ref,  # [num_parts, num_q_heads, head_dim] float32, or None if no tile is split, as the next
@@ -56,9 +58,10 @@ def _attention_kernel(
     *,
     sm_scale: float,
     logits_soft_cap: float | None,
-    sliding_window: int | None,
+    sliding_window: Any,  # a static int, or None
     causal: bool,
     max_pieces: int | None,
+    allow_tf32: bool,
     block_q: int,
     block_m: int,
     block_k: int,
@@ -94,6 +97,7 @@ def _attention_kernel(
         in_tile = q_index < tile.num_q
         q_mask = in_tile[:, None] & in_dim
         q = _load(q_ref.at[token[:, None], head[:, None], dim], q_mask).astype(dtype)
+        tree = [] if tree_ref is None else [_load(tree_ref.at[token, i], in_tile) for i in range(tree_ref.shape[1])]
 
         def attend_block(i, state):
             acc, peak, total = state  # [block_m, head_dim], [block_m], [block_m]
@@ -103,7 +107,7 @@ def _attention_kernel(
             slot = layer, page, kv_head, key % page_size
             k = _load_rows(k_ref, slot, live).astype(dtype)
 
-            logits = _dot(q, k.T) * (sm_scale * LOG2E * k_scale)
+            logits = _dot(q, k.T, allow_tf32) * (sm_scale * LOG2E * k_scale)
             if _is_per_token(k_scale_ref):
                 logits *= _load(k_scale_ref.at[slot], live)[None, :]
             if logits_soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + e^2x)
@@ -117,10 +121,7 @@ def _attention_kernel(
                 if sliding_window is not None:
                     seen &= key[None, :] > position[:, None] - sliding_window
             if tree_ref is not None:
-                draft = key - tile.num_old
-                drafted = (draft >= 0) & (draft < tree_ref.shape[1])
-                in_tree = _load(tree_ref.at[token[:, None], draft[None, :]], in_tile[:, None] & drafted[None, :])
-                seen &= (draft < 0)[None, :] | (in_tree != 0)
+                seen &= _in_tree(tree, (key - tile.num_old)[None, :])
             logits = jnp.where(seen, logits, -jnp.inf)
 
             next_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
@@ -132,7 +133,7 @@ def _attention_kernel(
             if _is_per_token(v_scale_ref):
                 # Tiny for a dtype with large values, and float16 would keep few bits of it: kept near 1 by `largest`.
                 weight *= _load(v_scale_ref.at[slot], live)[None, :] * largest
-            acc = acc * alpha[:, None] + _dot(weight.astype(dtype), v)
+            acc = acc * alpha[:, None] + _dot(weight.astype(dtype), v, allow_tf32)
             return acc, next_peak, total * alpha + jnp.sum(p, axis=1)
 
         state = (
@@ -146,8 +147,9 @@ def _attention_kernel(
         def store(out, lse, row, sink, log_base):
             scale, value = _normalise(peak, total, sink)
             scale *= 1 / largest if _is_per_token(v_scale_ref) else v_scale
-            _store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
+            # In this order: the other way round, tiles of 64 rows spill a few registers on an L4.
             _store(lse.at[row, head], value * log_base, in_tile)
+            _store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
 
         if part_ref is None:
             store(out_ref, lse_ref, token, sink, 1 / LOG2E)
@@ -180,7 +182,7 @@ def _combine_kernel(
     lse_ref,  # [num_tokens, num_q_heads]
     *,
     max_pieces: int | None,
-    split_size: int | None,
+    split_size: Any,  # an int where there are pieces
     block_q: int,
     block_p: int,
 ):
@@ -224,6 +226,17 @@ def _combine_kernel(
         scale, lse = _normalise(peak, total, sink)
         _store(out_ref.at[tile.token + q_index, head, dim], acc * scale, dim < head_dim)
         lse_ref[tile.token + q_index, head] = lse / LOG2E
+
+
+def _in_tree(words, draft):
+    """Which of its sequence's new tokens, counted by `draft`, the query of each row sees; all of the old ones."""
+    seen = draft < 0
+    for i, word in enumerate(words):
+        bit = draft - 32 * i
+        inside = (bit >= 0) & (bit < 32)
+        word, shift = jnp.broadcast_arrays(word[:, None], jnp.where(inside, bit, 0))
+        seen |= inside & ((lax.shift_right_logical(word, shift) & 1) != 0)
+    return seen
 
 
 def _normalise(peak, total, sink):
@@ -286,9 +299,9 @@ def _store(ref, value, mask):
     plgpu.store(ref, value.astype(ref.dtype), mask=mask)
 
 
-def _dot(a, b):
-    """float32 stays IEEE float32 (the default is TF32, ten bits of mantissa); 16-bit types multiply exactly anyway."""
-    return plgpu.dot(a, b, precision=lax.Precision.HIGHEST)
+def _dot(a, b, allow_tf32):
+    """float32 stays IEEE float32 unless asked (the default is TF32); 16-bit types multiply exactly anyway."""
+    return plgpu.dot(a, b, precision=lax.Precision.DEFAULT if allow_tf32 else lax.Precision.HIGHEST)
 
 
 def paged_attention_triton(
@@ -345,12 +358,11 @@ def paged_attention_triton(
         )
     check_plan(plan, PlanKey.of(seq_lens, q, cu_q_lens, sliding_window, causal))
     config = config or plan.config
+    is_traced = isinstance(sliding_window, jax.Array)
     num_programs = plan.shares.shape[0]
     rows = plan.block_q * num_q_heads // num_kv_heads
-    block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, _compute_dtype(q, k_pages))
-    window, sliding_window = (
-        (None, sliding_window) if plan.made_for.sliding_window != "traced" else (sliding_window, None)
-    )
+    crowded = is_quantized(k_pages.dtype) or tree_mask is not None or plan.config.max_splits == 1
+    block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, _compute_dtype(q, k_pages), crowded)
 
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     split = plan.config.max_splits != 1
@@ -363,9 +375,10 @@ def paged_attention_triton(
             _attention_kernel,
             sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap,
-            sliding_window=sliding_window,
+            sliding_window=None if is_traced else sliding_window,
             causal=causal,
             max_pieces=plan.max_pieces,
+            allow_tf32=config.allow_tf32,
             block_q=plan.block_q,
             block_m=block_m,
             block_k=block_k,
@@ -388,8 +401,8 @@ def paged_attention_triton(
         v_scale,
         sinks,
         alibi_slopes,
-        None if window is None else window.reshape(1),
-        tree_mask,
+        jnp.reshape(sliding_window, 1) if is_traced else None,
+        None if tree_mask is None else _pack_bits(tree_mask),
     )
     if not split:
         return out, lse
@@ -410,17 +423,26 @@ def paged_attention_triton(
     )(plan.tiles, plan.shares, part, part_lse, sinks, out, lse)
 
 
-def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype) -> tuple[int, int, int, int]:
+def _pack_bits(mask: Bool[Array, "rows columns"]) -> Int32[Array, "rows words"]:
+    """32 columns a word: a row of words stays in registers, where a mask would be loaded for every block of keys."""
+    columns = jnp.pad(mask, ((0, 0), (0, -mask.shape[1] % 32))).reshape(mask.shape[0], -1, 32)
+    words = jnp.sum(columns.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=2, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype, crowded: bool) -> tuple[int, int, int, int]:
     """(block_m, block_k, num_warps, num_stages) for `rows` query rows a KV head, where `config` leaves them open.
 
-    Compiled for an A100, L4, H200 and B200: none asks for more shared memory than an L4 has, and none spills, except on
-    an L4 up to 56 bytes in some variants with 64 rows of head_dim 128. `block_k=32` avoids that.
+    Compiled for an A100, L4, H200 and B200: none asks for more shared memory than an L4 has, and none spills. `crowded`
+    are the variants that hold more in registers than the plain one, and would, by 8 or 16 bytes on an L4.
     """
     width, is_float32 = pl.next_power_of_2(head_dim), dtype == jnp.float32
     # More rows than this (a group of 71, a prefill tile) read K and V once each block_m rows, from the L2 cache.
     block_m = min(max(16, pl.next_power_of_2(rows)), 32 if is_float32 else 64)
     # K and V tiles of at most 16 KiB: 3 programs fit an SM of an H200 (D 128, bfloat16: 96 registers, 72 KiB).
     block_k = min(64, max(16, 2**14 // (width * dtype.itemsize)))
+    if crowded and block_m * width >= 8192:
+        block_k = min(32, block_k)
     # The accumulator sets the warps: it spills beyond 64 registers a thread. float32 products use no matrix unit, and
     # keep their operands in registers too.
     num_warps = 8 if block_m * width > 8192 or (is_float32 and block_m == 32) else 4
@@ -443,3 +465,111 @@ def why_unsupported(q: Array, k_pages: Array, v_pages: Array) -> str | None:
         if x.dtype.name not in known:
             return f"{name} must be {', '.join(known[:-1])} or {known[-1]}; got {x.dtype}"
     return None
+
+
+def _rope_and_write_kernel(
+    layer_ref,  # [1]
+    slot_ref,  # [num_tokens]
+    cos_ref,  # [num_tokens, head_dim / 2] float32, as the next
+    sin_ref,
+    qkv_ref,  # [num_tokens, num_q_heads + 2 num_kv_heads, head_dim]
+    _k_pages_ref,
+    _v_pages_ref,
+    k_fixed_ref,  # [num_layers, num_kv_heads], as the next; else of no use
+    v_fixed_ref,
+    q_ref,  # [num_tokens, num_q_heads, head_dim]
+    k_ref,  # [num_layers, num_pages, num_kv_heads, page_size, head_dim], as the next
+    v_ref,
+    k_scale_ref,  # [num_layers, num_pages, num_kv_heads, page_size] or None, as the next
+    v_scale_ref,
+    *,
+    block_h: int,
+):
+    num_q_heads, num_kv_heads = q_ref.shape[1], k_ref.shape[2]
+    num_pages, page_size, half = k_ref.shape[1], k_ref.shape[3], k_ref.shape[4] // 2
+    token, layer = pl.program_id(0), layer_ref[0]
+    slot = slot_ref[token]
+    live = (slot >= 0) & (slot < num_pages * page_size)
+    page, offset = slot // page_size, slot % page_size
+
+    head = pl.program_id(1) * block_h + jnp.arange(block_h)  # of the packed ones: queries, then keys, then values
+    k_head = head - num_q_heads
+    v_head = k_head - num_kv_heads
+    is_v = (v_head >= 0) & (v_head < num_kv_heads)
+    # Values cannot be cut in a kernel, so each half of a head is an array of its own.
+    dim = jnp.arange(pl.next_power_of_2(half))[None, :]
+    in_half, dims = dim < half, (dim, dim + half)
+    cos, sin = (_load(ref.at[token, dim], in_half) for ref in (cos_ref, sin_ref))
+    in_qkv = (v_head < num_kv_heads)[:, None] & in_half
+    first, second = (_load(qkv_ref.at[token, head[:, None], d], in_qkv).astype(jnp.float32) for d in dims)
+    turned = first * cos - second * sin, second * cos + first * sin
+    halves = [
+        jnp.where(is_v[:, None], x, y).astype(qkv_ref.dtype) for x, y in zip((first, second), turned, strict=True)
+    ]
+    for x, d in zip(halves, dims, strict=True):
+        _store(q_ref.at[token, head[:, None], d], x, (k_head < 0)[:, None] & in_half)
+
+    def write(pages_ref, fixed_ref, scale_ref, kv_head, mine):
+        # Where Pallas interprets, a lane that is masked stores what was there before: it needs an index of its own.
+        kv_head = jnp.where(mine, kv_head, num_kv_heads + head)
+        new = halves
+        if is_quantized(pages_ref.dtype):
+            if scale_ref is None:
+                scale = _load(fixed_ref.at[layer, kv_head], mine)
+            else:
+                scale = jnp.maximum(*(measure_scale(x, pages_ref.dtype) for x in halves))
+                _store(scale_ref.at[layer, page, kv_head, offset], scale, mine)
+            new = [quantize(x, scale, pages_ref.dtype) for x in halves]
+        for x, d in zip(new, dims, strict=True):
+            _store(pages_ref.at[layer, page, kv_head[:, None], offset, d], x, mine[:, None] & in_half)
+
+    write(k_ref, k_fixed_ref, k_scale_ref, k_head, (k_head >= 0) & (v_head < 0) & live)
+    write(v_ref, v_fixed_ref, v_scale_ref, v_head, is_v & live)
+
+
+def rope_and_write_triton(
+    cache: KVCache,
+    layer: int | Int32[Array, ""],
+    qkv: Float[Array, "num_tokens num_heads head_dim"],
+    cos: Float[Array, "num_tokens half_dim"],
+    sin: Float[Array, "num_tokens half_dim"],
+    slot_mapping: Int32[Array, " num_tokens"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
+    """Rotates, quantises and writes in one launch, in place where the cache is donated.
+
+    The arguments are those of `jaxpaged.rope_and_write`, which validates them; here there is at least one token.
+
+    Args:
+        interpret: Runs under Pallas's interpreter, on any device.
+    """
+    num_tokens, num_heads, head_dim = qkv.shape
+    # A quarter of the heads of a Llama: then a thread loads 16 bytes of each half, and one step fills the device.
+    width = pl.next_power_of_2(head_dim // 2)
+    block_h = min(pl.next_power_of_2(num_heads), max(1, 1024 // width))
+    pools = cache.k_pages, cache.v_pages
+    token_scales = (cache.k_scale, cache.v_scale) if cache.has_token_scales else (None, None)
+    q = jax.ShapeDtypeStruct((num_tokens, num_heads - 2 * cache.num_kv_heads, head_dim), qkv.dtype)
+    written = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*pools, *token_scales))
+    q, k_pages, v_pages, k_scale, v_scale = pl.pallas_call(
+        functools.partial(_rope_and_write_kernel, block_h=block_h),
+        grid=(num_tokens, cdiv(num_heads, block_h)),
+        out_shape=(q, *written),
+        input_output_aliases={5 + i: 1 + i for i in range(len(jax.tree.leaves(written)))},
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, min(4, block_h * width // 256)), num_stages=1),
+        interpret=interpret,
+        name="rope_and_write",
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        slot_mapping,
+        cos,
+        sin,
+        qkv,
+        *pools,
+        cache.k_scale,
+        cache.v_scale,
+    )
+    if cache.has_token_scales:
+        cache = dataclasses.replace(cache, k_scale=k_scale, v_scale=v_scale)
+    return q, dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)

@@ -130,11 +130,92 @@ def test_make_plan_ragged_gives_each_query_to_one_tile(window, causal):
         np.testing.assert_array_equal(seen, 1)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", ["none", "static", "traced"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_make_plan_split_size_covers_each_key_once_at_fixed_cuts(ragged, window, causal):
+    """Piece s of tile t is share t * max_pieces + s, from one multiple of the split to the next, and nobody else's."""
+    rng, split, max_len = np.random.default_rng(5), 32, 300
+    make = jax.jit(make_plan, static_argnames=("num_tokens", "causal", "max_len", "config"))
+    config = AttentionConfig(split_size=split, block_q=8)
+    for _ in range(25):
+        lens = rng.integers(0, max_len + 1, 6) * rng.integers(0, 2, 6)
+        q_lens = np.minimum(lens, rng.integers(0, 40, 6))
+        cu_q_lens = jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32) if ragged else None
+        options = {} if window == "none" else {"sliding_window": int(rng.integers(1, 100))}
+        if window == "traced":
+            options = {"sliding_window": jnp.int32(options["sliding_window"])}
+        make_ = make if window != "static" else make_plan
+        num_tokens = 240 if ragged else 6
+        plan = make_(
+            jnp.asarray(lens, jnp.int32),
+            cu_q_lens,
+            num_tokens=num_tokens,
+            causal=causal,
+            max_len=max_len,
+            config=config,
+            **options,
+        )
+        tiles = rows(Tile, plan.tiles)
+        seen = [np.zeros(max_len + 1, int) for _ in tiles]
+        written = np.zeros(len(tiles), int)
+        assert plan.max_pieces == cdiv(max_len, split)
+        for program, t, begin, end, starts, ends in pieces(plan):
+            tile, piece = tiles[t], program % plan.max_pieces
+            assert t == program // plan.max_pieces
+            written[t] += 1
+            if tile.kv_begin == tile.kv_end:
+                assert (starts, ends) == (True, True)
+                continue
+            assert begin == max(tile.kv_begin, piece * split)
+            assert end == min(tile.kv_end, (piece + 1) * split)
+            assert (starts, ends) == (begin == tile.kv_begin, end == tile.kv_end)
+            seen[t][begin:end] += 1
+        for tile, found, count in zip(tiles, seen, written, strict=True):
+            live = np.zeros(max_len + 1, int)
+            live[tile.kv_begin : tile.kv_end] = 1
+            np.testing.assert_array_equal(found, live)
+            assert count >= (tile.num_q > 0)  # whoever has no key is written too
+        assert sum(tile.num_q for tile in tiles) == num_tokens
+
+
+def test_make_plan_split_size_cuts_a_sequence_alike_in_any_batch():
+    def cuts(lens, row):
+        config = AttentionConfig(split_size=64)
+        plan = make_plan(jnp.asarray(lens, jnp.int32), num_tokens=len(lens), max_len=1024, config=config)
+        return [(begin, end) for _, t, begin, end, *_ in pieces(plan) if t == row]
+
+    assert cuts([500], 0) == cuts([3, 0, 1024, 500, 77], 3) == [(i, min(i + 64, 500)) for i in range(0, 500, 64)]
+
+
+def test_make_plan_split_size_of_a_length_beyond_the_table_keeps_its_last_piece():
+    config = AttentionConfig(split_size=16)
+    plan = make_plan(jnp.array([100], jnp.int32), num_tokens=1, max_len=32, config=config)
+    assert [(begin, end) for _, _, begin, end, *_ in pieces(plan)] == [(0, 16), (16, 100)]
+
+
+def test_make_plan_split_size_without_max_len_raises():
+    message = r"`max_len` must be given with a `split_size`; got None\. Pass max_pages \* page_size"
+    with pytest.raises(ValueError, match=message):
+        make_plan(jnp.zeros(2, jnp.int32), num_tokens=2, config=AttentionConfig(split_size=16))
+
+
+def test_make_plan_traced_window_equals_the_static():
+    lens = jnp.array([0, 5, 300, 2000], jnp.int32)
+    for window in (1, 128, 5000):
+        static = make_plan(lens, num_tokens=4, sliding_window=window)
+        traced = jax.jit(lambda lens, w: make_plan(lens, num_tokens=4, sliding_window=w))(lens, jnp.int32(window))
+        chex.assert_trees_all_equal((static.tiles, static.shares), (traced.tiles, traced.shares))
+        assert (static.made_for.sliding_window, traced.made_for.sliding_window) == (window, "traced")
+
+
 def test_make_plan_window_reads_no_more_in_a_longer_context():
     work = [
-        loads(jitted(jnp.full(8, n, jnp.int32), num_tokens=8, sliding_window=128)).sum() for n in (128, 1024, 16384)
+        loads(make_plan(jnp.full(8, n, jnp.int32), num_tokens=8, sliding_window=window)).sum()
+        for n in (128, 1024, 16384)
+        for window in (128, jnp.int32(128))
     ]
-    assert work == [8 * 128] * 3
+    assert work == [8 * 128] * 6
 
 
 def test_make_plan_short_batch_makes_no_share_below_the_minimum():
@@ -171,6 +252,8 @@ def test_make_plan_decode_with_more_tokens_than_sequences_raises():
         ({"num_programs": 0}, r"`num_programs` must be at least 1; got 0\."),
         ({"block_k": 8}, r"`block_k` must be at least 16; got 8\."),
         ({"block_k": 48}, r"`block_k` must be a power of two; got 48\."),
+        ({"split_size": 8}, r"`split_size` must be at least 16; got 8\."),
+        ({"split_size": 16, "max_splits": 1}, r"`split_size` must be None with `max_splits=1`; got 16\."),
         ({"max_splits": 2}, r"`max_splits` must be None \(cut anywhere\) or 1 \(never\); got 2\."),
     ],
 )

@@ -7,12 +7,15 @@ import importlib.util
 import pathlib
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.config import AttentionConfig
+from jaxpaged.config import AttentionConfig, cdiv
+from jaxpaged.ops import triton
 from jaxpaged.ops.triton import paged_attention_triton
 from jaxpaged.testing import assert_attention_close, make_case, oracle
+from tests.ops.pairwise import cover
 
 TOOL = pathlib.Path(__file__).parents[3] / "shared" / "tools" / "ttir_interp.py"
 LENS = (37, 0, 1, 100, 16, 211)
@@ -41,20 +44,45 @@ def interpreter():
     return module
 
 
-def execute(interpreter, case, config, options, **run_options):
+def unowned(case, window):
+    """By the kernel's operand what it may not read: slots and table entries of nobody, or of keys before a window."""
+    seq_lens, max_pages, page_size = case.seq_lens, case.page_table.shape[1], case.k_pages.shape[3]
+    num_new = 1 if case.cu_q_lens is None else np.diff(case.cu_q_lens)
+    first = np.maximum(0, seq_lens - num_new - (window or 2**30) + 1)
+    key = np.arange(max_pages * page_size)
+    live = (key >= first[:, None]) & (key < seq_lens[:, None])  # [num_seqs, max_pages * page_size]
+    by_page = live.reshape(len(seq_lens), max_pages, page_size)
+    row, column = np.nonzero(by_page.any(-1))
+    slots = np.zeros(case.k_pages.shape[:4], bool)
+    slots[case.layer, case.page_table[row, column]] = by_page[row, column][:, None]
+    marks = {3: ~by_page.any(-1), 5: ~slots[..., None], 6: ~slots[..., None]}
+    if np.ndim(case.k_scale) == 4:
+        marks |= {7: ~slots, 8: ~slots}
+    return marks
+
+
+def execute(interpreter, case, config, options, monkeypatch):
     """Runs the kernels' IR, checks results and accesses, and returns the first kernel's report."""
     arguments = case.arguments()
-    causal, scale = options.get("causal", True), case.q.shape[-1] ** -0.5
-    del arguments["layer"]
+    scale = case.q.shape[-1] ** -0.5
+    layer = arguments.pop("layer")
+    heads = case.k_pages.shape[2]
+    for name in ("k_scale", "v_scale"):
+        if arguments[name] is not None and np.ndim(arguments[name]) < 4:
+            arguments[name] = jnp.broadcast_to(arguments[name], (1, heads))
+    values = options | ({"sliding_window": int(options["sliding_window"])} if "sliding_window" in options else {})
+    marks, run = unowned(case, values.get("sliding_window")), interpreter.run
+
+    def run_with_marks(call, *inputs, **run_options):
+        return run(call, *inputs, **run_options, uninitialised=marks if call.name == "paged_attention" else None)
+
+    monkeypatch.setattr(interpreter, "run", run_with_marks)
     result = interpreter.run_function(
-        lambda arguments: paged_attention_triton(
-            **arguments, **options, layer=case.layer, sm_scale=scale, config=config
-        ),
+        lambda arguments: paged_attention_triton(**arguments, **options, layer=layer, sm_scale=scale, config=config),
         arguments,
-        **run_options,
     )
     out, lse = result.outputs
-    expected_out, expected_lse = oracle(case, **{**options, "causal": causal})
+    expected_out, expected_lse = oracle(case, **values)
     assert_attention_close(out, expected_out)
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=1e-4)
     problems = result.problems
@@ -68,13 +96,10 @@ def execute(interpreter, case, config, options, **run_options):
 
 @pytest.mark.parametrize("name", DECODE)
 @pytest.mark.parametrize("config", [CUT, WHOLE], ids=["cut", "whole"])
-def test_triton_ir_decode_reads_each_live_byte_once(interpreter, name, config):
+def test_triton_ir_decode_reads_each_live_byte_once(interpreter, name, config, monkeypatch):
     shape, options = DECODE[name]
     case = make_case(LENS, seed=1, **shape)
-    unowned = {}
-    if config is WHOLE:  # one call: mark what nobody wrote, NaN or not, as never to be read
-        unowned = {"uninitialised": {5: np.isnan(case.k_pages), 6: np.isnan(case.v_pages)}}
-    report = execute(interpreter, case, config, options, **unowned)
+    report = execute(interpreter, case, config, options, monkeypatch)
     live = sum(min(n, options.get("sliding_window", n)) for n in LENS) * case.k_pages[0, 0, :, 0].nbytes
     for operand in ("k_ref", "v_ref"):
         assert live <= np.sum(report.traffic[operand].loaded) <= 1.02 * live
@@ -82,11 +107,94 @@ def test_triton_ir_decode_reads_each_live_byte_once(interpreter, name, config):
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 7, "sinks": SINKS}, {"causal": False}])
 @pytest.mark.parametrize("config", [CUT, WHOLE], ids=["cut", "whole"])
-def test_triton_ir_ragged_has_no_fault(interpreter, config, options):
+def test_triton_ir_ragged_has_no_fault(interpreter, config, options, monkeypatch):
     case = make_case((37, 0, 20, 100), (1, 0, 20, 7), padding_tokens=5, seed=2)
-    execute(interpreter, case, config, options)
+    execute(interpreter, case, config, options, monkeypatch)
 
 
-def test_triton_ir_large_group_in_row_blocks_has_no_fault(interpreter):
+def test_triton_ir_large_group_in_row_blocks_has_no_fault(interpreter, monkeypatch):
     case = make_case((37, 0, 20), num_q_heads=71, num_kv_heads=1, seed=3)
-    execute(interpreter, case, CUT, {})
+    execute(interpreter, case, CUT, {}, monkeypatch)
+
+
+VARIANTS = cover(
+    {
+        "kind": (
+            ("float32", None),
+            ("bfloat16", None),
+            ("float16", None),
+            ("int8", "token"),
+            ("int8", "head"),
+            ("float8_e4m3fn", "token"),
+            ("float8_e4m3fn", "tensor"),
+            ("float8_e5m2", "token"),
+            ("float8_e5m2", "head"),
+        ),
+        "head_dim": (64, 80, 128, 256),
+        "q_lens": (None, (1, 0, 20, 7, 0, 3)),
+        "q_per_kv": (1, 2, 4, 17, 71),  # decoding, 16, 32 and 64 rows a tile and two row blocks; ragged, more of them
+        "page_size": (1, 16, 24),
+        "config": (CUT, WHOLE, AttentionConfig(split_size=64)),
+        "window": (None, "static", "traced"),
+        "tree": (False, True),
+        "others": (False, True),
+    }
+)
+
+
+def variant_name(variant: dict) -> str:
+    queries = "decode" if variant["q_lens"] is None else "ragged"
+    dtype, scale_per = variant["kind"]
+    return f"{queries}-{dtype}-{scale_per}-d{variant['head_dim']}-g{variant['q_per_kv']}-p{variant['page_size']}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS, ids=map(variant_name, VARIANTS))
+def test_triton_ir_shipped_tile_has_no_fault(interpreter, variant, monkeypatch):
+    """Each tile that the defaults choose, over a ragged batch; garbage wherever nobody may look."""
+    (dtype, scale_per), q_lens, rng = variant["kind"], variant["q_lens"], np.random.default_rng(4)
+    kv_heads = 2 if variant["q_per_kv"] < 17 else 1
+    case = make_case(
+        (37, 0, 20, 100, 0, 16),
+        q_lens,
+        num_q_heads=variant["q_per_kv"] * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=variant["head_dim"],
+        page_size=variant["page_size"],
+        dtype=dtype,
+        scale_per=scale_per or "token",
+        q_dtype="bfloat16" if scale_per else None,
+        unused_entry=-(2**31),
+        padding_tokens=3 if q_lens else 0,
+        seed=4,
+    )
+    num_tokens, num_q_heads, _ = case.q.shape
+    options = {}
+    if variant["window"]:
+        options["sliding_window"] = 19 if variant["window"] == "static" else jnp.int32(19)
+    if variant["tree"]:
+        options["tree_mask"] = rng.random((num_tokens, 20)) < 0.7
+    if variant["others"]:
+        options |= {"logits_soft_cap": 2.0, "sinks": rng.normal(size=num_q_heads).astype(np.float32)}
+        options |= {"alibi_slopes": rng.uniform(0, 0.3, num_q_heads).astype(np.float32)}
+    report = execute(interpreter, case, variant["config"], options, monkeypatch)
+    if q_lens is None:
+        live = sum(min(n, int(options.get("sliding_window", n))) for n in case.seq_lens)
+        live *= kv_heads * variant["head_dim"] * case.k_pages.itemsize
+        block_m, *_ = triton._tile_sizes(variant["config"], variant["q_per_kv"], variant["head_dim"], case.q.dtype)
+        reads = cdiv(variant["q_per_kv"], block_m)
+        for operand in ("k_ref", "v_ref"):
+            assert live * reads <= np.sum(report.traffic[operand].loaded) <= 1.02 * live * reads
+
+
+@pytest.mark.parametrize("window", [40, jnp.int32(40)], ids=["static", "traced"])
+def test_triton_ir_window_reads_no_more_in_a_longer_context(interpreter, window, monkeypatch):
+    read = []
+    for n in (64, 1000):
+        case = make_case((n, 0, n + 3), dtype="int8", page_size=16, seed=5)
+        report = execute(interpreter, case, WHOLE, {"sliding_window": window}, monkeypatch)
+        monkeypatch.undo()
+        names = ("k_ref", "v_ref", "k_scale_ref", "v_scale_ref", "page_table_ref")
+        read.append([int(np.sum(report.traffic[name].loaded)) for name in names])
+    assert read[0] == read[1]
+    assert read[0][:4] == [2 * 40 * 2 * 16] * 2 + [2 * 40 * 2 * 4] * 2
