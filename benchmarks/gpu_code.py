@@ -149,8 +149,8 @@ def verdicts(rows: list[dict], step: dict | None) -> list[tuple[str, str, bool]]
         found.append((aim, "; ".join(bad) or f"all {len(ours)}", not bad))
 
     every(
-        "as many launches as planned: 2, and 1 with max_splits=1",
-        lambda r: len(r["launches"]) == ATTENTION[r["call"]].num_launches,
+        "as many launches as planned: 2, and 1 with max_splits=1; one more a step packs a tree mask",
+        lambda r: len(r["launches"]) == ATTENTION[r["call"]].num_launches + ATTENTION[r["call"]].tree,
         lambda r: len(r["launches"]),
     )
     every("nothing spilled", lambda r: r["spill_bytes"] == 0, lambda r: f"{r['spill_bytes']} B")

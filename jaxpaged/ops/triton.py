@@ -361,7 +361,7 @@ def paged_attention_triton(
     is_traced = isinstance(sliding_window, jax.Array)
     num_programs = plan.shares.shape[0]
     rows = plan.block_q * num_q_heads // num_kv_heads
-    crowded = is_quantized(k_pages.dtype) or tree_mask is not None or plan.config.max_splits == 1
+    crowded = is_quantized(k_pages.dtype) or tree_mask is not None
     block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, _compute_dtype(q, k_pages), crowded)
 
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
@@ -434,21 +434,21 @@ def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype, crowde
     """(block_m, block_k, num_warps, num_stages) for `rows` query rows a KV head, where `config` leaves them open.
 
     Compiled for an A100, L4, H200 and B200: none asks for more shared memory than an L4 has, and none spills. `crowded`
-    are the variants that hold more in registers than the plain one, and would, by 8 or 16 bytes on an L4.
+    variants hold more in registers than the plain one, and with its tiles would spill 8 or 16 bytes on one GPU or other.
     """
     width, is_float32 = pl.next_power_of_2(head_dim), dtype == jnp.float32
     # More rows than this (a group of 71, a prefill tile) read K and V once each block_m rows, from the L2 cache.
     block_m = min(max(16, pl.next_power_of_2(rows)), 32 if is_float32 else 64)
-    # K and V tiles of at most 16 KiB: 3 programs fit an SM of an H200 (D 128, bfloat16: 96 registers, 72 KiB).
+    # K and V tiles of at most 16 KiB: 3 programs fit an SM of an H200 (D 128, bfloat16: 128 registers, 72 KiB).
     block_k = min(64, max(16, 2**14 // (width * dtype.itemsize)))
-    if crowded and block_m * width >= 8192:
+    if head_dim != width or ((crowded or config.max_splits == 1) and block_m * width >= 8192):
         block_k = min(32, block_k)
     # The accumulator sets the warps: it spills beyond 64 registers a thread. float32 products use no matrix unit, and
     # keep their operands in registers too.
     num_warps = 8 if block_m * width > 8192 or (is_float32 and block_m == 32) else 4
     # Loading page ids is a pipeline level: 5 stages keep two K/V tiles in flight, which decoding needs and prefill,
-    # bound by arithmetic, does not.
-    num_stages = 5 if block_m == 16 else 3
+    # bound by arithmetic, does not; crowded variants have no registers for it.
+    num_stages = 5 if block_m == 16 and not crowded else 3
     return block_m, config.block_k or block_k, config.num_warps or num_warps, config.num_stages or num_stages
 
 

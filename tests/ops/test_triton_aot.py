@@ -16,6 +16,7 @@ from benchmarks.programs import (
 from jaxpaged.aot import GPUS
 from jaxpaged.config import AttentionConfig
 from jaxpaged.ops.triton import _tile_sizes
+from jaxpaged.quantize import MAX_VALUE
 from tests.test_aot import needs_nvdisasm, needs_plugin
 
 pytestmark = [pytest.mark.aot, needs_plugin, needs_nvdisasm]
@@ -46,19 +47,6 @@ CALLS = {
     "prefill, int8": ATTENTION["prefill, int8"],
 }
 REFUSED = {("a100", "float8_e4m3fn")}  # its registers know no such type: compute capability 8.9 and later do
-# Known. 96 to 576 bytes with a tree mask and 16 in an int8 prefill, neither with `block_k=32`; 8 to 16 in decode, none
-# with `num_stages=3`.
-SPILLS = {
-    *((gpu, "speculative 8, tree") for gpu in GPUS),
-    ("h200", "head_dim 80, page 24"),
-    ("l4", "group 7, head_dim 80, float16"),
-    ("l4", "int8"),
-    ("b200", "int8"),
-    ("h200", "float8_e4m3fn"),
-    ("b200", "float8_e4m3fn"),
-    ("l4", "float8_e5m2"),
-    ("l4", "prefill, int8"),
-}
 PAIRS = [(gpu, name) for name in CALLS for gpu in GPUS if (gpu, name) not in REFUSED]
 
 
@@ -74,16 +62,16 @@ def code_of(gpu, name):
 def test_attention_compiled_is_its_launches_alone_without_copies(gpu, name):
     program, call = compiled(gpu, name), CALLS[name]
     names = ["paged_attention", "paged_attention_combine"][: call.num_launches]
+    if call.tree:  # packs the mask into bits, once for all layers
+        assert not program.launches[0].name.startswith("paged")
+        names.insert(0, program.launches[0].name)
     assert [launch.name for launch in program.launches] == names
     assert program.copies(1) == []
     if call.num_launches == 1:
         assert program.temp_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("gpu", "name"),
-    [pytest.param(*x, marks=pytest.mark.xfail(reason="spills a few bytes") if x in SPILLS else ()) for x in PAIRS],
-)
+@pytest.mark.parametrize(("gpu", "name"), PAIRS)
 def test_attention_compiled_does_not_spill(gpu, name):
     assert {x.name: x.kernel.spill_bytes for x in compiled(gpu, name).launches if x.kernel.spill_bytes} == {}
 
@@ -94,11 +82,11 @@ def test_attention_compiled_copies_16_bytes_ahead_and_multiplies_on_tensor_cores
     # What is copied a turn, 16 bytes an instruction, is the whole K and V tile: nothing of it is loaded otherwise.
     group = call.num_q_heads // call.num_kv_heads
     rows = group if call.q_len == 1 else call.config.block_q * group
-    assert code.tokens_per_turn == _tile_sizes(call.config, rows, call.head_dim, call.compute_dtype)[1]
-    # Page ids and scales are copied ahead as well: a load here would stop the loop for as long as memory takes. The
-    # elements of a tree mask are too small to be copied so.
-    assert bool(code.code.hot_loop.count("LDG")) == call.tree
-    assert code.tiles_in_flight >= (2 if call.q_len == 1 else 1)
+    crowded = call.dtype in MAX_VALUE or call.tree
+    assert code.tokens_per_turn == _tile_sizes(call.config, rows, call.head_dim, call.compute_dtype, crowded)[1]
+    # Page ids and scales are copied ahead as well: a load here would stop the loop for as long as memory takes.
+    assert code.code.hot_loop.count("LDG") == 0
+    assert code.tiles_in_flight >= 1
     assert bool(code.matrix) == (call.dtype != "float32")
 
 
@@ -143,6 +131,6 @@ def test_decode_step_of_8b_on_an_h200_is_one_graph_without_large_copies():
     pool = 8192 * 16 * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim * 2 * LLAMA_8B.num_layers
     assert program.alias_bytes >= 2 * pool
     assert program.temp_bytes >= NUM_SEQS * LLAMA_8B.vocab_size * 2  # the logits: the step is a whole one
-    # Wanted: 8. Today 4 products, 2 norms, rope with split, 2 scatters, attention, combine, 2 residual adds, silu, and
-    # a slice that takes the layer's number out of what the unrolled scan runs over.
-    assert sum(a_layer.values()) <= 15, a_layer
+    # Wanted: 8. Today 4 products and the sum of a split one, 2 norms, rope_and_write, attention, combine, 2 residual
+    # adds, silu.
+    assert sum(a_layer.values()) <= 13, a_layer
