@@ -129,6 +129,13 @@ def test_copy_pages_reads_all_sources_before_it_writes():
         np.testing.assert_array_equal(after[:, [0, 3, 4, 5]], before[:, [0, 3, 4, 5]])
 
 
+def test_copy_pages_to_others_leaves_the_sources():
+    cache = jp.KVCache(k_pages=random_pool(1), v_pages=random_pool(2))
+    copied = cache.copy_pages(jnp.array([1, 2]), jnp.array([4, 5]))
+    for before, after in ((cache.k_pages, copied.k_pages), (cache.v_pages, copied.v_pages)):
+        np.testing.assert_array_equal(after, before[:, [0, 1, 2, 3, 1, 2]])
+
+
 def random_pool(seed: int):
     shape = (LAYERS, PAGES, HEADS, PAGE_SIZE, DIM)
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)

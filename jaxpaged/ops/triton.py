@@ -434,7 +434,7 @@ def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype, crowde
     """(block_m, block_k, num_warps, num_stages) for `rows` query rows a KV head, where `config` leaves them open.
 
     Compiled for an A100, L4, H200 and B200: none asks for more shared memory than an L4 has, and none spills. `crowded`
-    variants hold more in registers than the plain one, and with its tiles would spill 8 or 16 bytes on one GPU or other.
+    variants hold more in registers than the plain one, and with its tiles would spill 8 or 16 bytes on one of these.
     """
     width, is_float32 = pl.next_power_of_2(head_dim), dtype == jnp.float32
     # More rows than this (a group of 71, a prefill tile) read K and V once each block_m rows, from the L2 cache.
