@@ -210,7 +210,18 @@ def compile_for(fn: Callable, *args, gpu: str = "h200", **jit_kwargs) -> Program
     )
 
 
-_MOVES = ("copy", "copy-start", "convert", "slice", "dynamic-slice", "concatenate", "pad", "transpose", "select")
+_MOVES = (
+    "copy",
+    "copy-start",
+    "convert",
+    "slice",
+    "dynamic-slice",
+    "concatenate",
+    "pad",
+    "transpose",
+    "select",
+    "bitcast-convert",
+)
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w-]+)\((.*)")
 
 
