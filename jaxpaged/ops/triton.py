@@ -286,7 +286,8 @@ def _load_rows(ref, slot, live):
     if ref.dtype.itemsize > 1:
         dim = jnp.arange(width)[None, :]
         return _load(ref.at[layer, page[:, None], kv_head, offset[:, None], dim], live[:, None] & (dim < head_dim))
-    dim = (jnp.arange(width // 16)[:, None] * 16 + jnp.arange(16))[None]
+    run = min(16, width)
+    dim = (jnp.arange(width // run)[:, None] * run + jnp.arange(run))[None]
     index = layer, page[:, None, None], kv_head, offset[:, None, None], dim
     return _load(ref.at[index], live[:, None, None] & (dim < head_dim)).reshape(-1, width)
 

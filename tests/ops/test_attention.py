@@ -328,3 +328,10 @@ def test_paged_attention_with_what_is_no_plan_or_another_is_refused():
         jp.paged_attention(**case.arguments(), plan=plan, backend="xla")
     with pytest.raises(TypeError, match="`q` must be an array; got list"):
         jp.paged_attention(**{**case.arguments(), "q": [1.0]})
+
+
+@pytest.mark.parametrize("head_dim", [4, 8])
+def test_paged_attention_of_one_byte_pages_with_narrow_heads_equals_oracle(head_dim):
+    case = make_case((5, 17), dtype="int8", head_dim=head_dim)
+    for backend in ("interpret", "auto"):  # `auto` traces the kernel, wherever it runs
+        assert_attention_close(jp.paged_attention(**case.arguments(), backend=backend), oracle(case)[0])
