@@ -12,6 +12,8 @@ import pytest
 from benchmarks import gpu_attention, gpu_cases, workloads
 from benchmarks.gpu_rivals import Inputs
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[1]
 # Without what a machine with a GPU may lack, and with what then stands in for it.
 BARE = """

@@ -145,6 +145,7 @@ def test_paged_attention_entries_past_the_last_page_are_not_followed(entry, q_le
     chex.assert_trees_all_equal(call(garbage, backend, config=CUT), call(clean, backend, config=CUT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("q_lens", [None, NEW], ids=["decode", "ragged"])
 def test_paged_attention_traced_window_has_the_bits_of_the_static(q_lens, backend):
