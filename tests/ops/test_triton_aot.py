@@ -101,6 +101,12 @@ def test_attention_compiled_decode_on_an_h200_takes_24_instructions_a_token():
     assert code_of("h200", "decode").instructions_per_token <= 24
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_attention_compiled_of_float32_uses_tensor_cores_where_tf32_is_allowed(allowed):
+    call = Attention(dtype="float32", config=AttentionConfig(allow_tf32=allowed))
+    assert bool(read_attention(compile_attention(call, "h200"), call, "h200").matrix) == allowed
+
+
 def test_jax_attention_compiled_reads_as_other_tools_do():
     """26.75 warp-instructions a token where its tile is 64 tokens: 214 in the loop, by 8 warps."""
     call = ATTENTION["decode"]
