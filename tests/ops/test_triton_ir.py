@@ -3,10 +3,6 @@
 Needs the checked interpreter `ttir_interp.py` beside the repository, in `../shared/tools`.
 """
 
-import importlib.util
-import pathlib
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from jaxpaged.ops.triton import paged_attention_triton
 from jaxpaged.testing import assert_attention_close, make_case, oracle
 from tests.ops.pairwise import cover
 
-TOOL = pathlib.Path(__file__).parents[3] / "shared" / "tools" / "ttir_interp.py"
 LENS = (37, 0, 1, 100, 16, 211)
 SINKS = np.linspace(-3.0, 6.0, 4).astype(np.float32)
 SLOPES = np.array([0.5, 0.25, 0.03, 0.0], np.float32)
@@ -32,16 +27,6 @@ DECODE = {
     "window": ({}, {"sliding_window": 33}),
     "all": ({}, {"sliding_window": 33, "logits_soft_cap": 2.0, "sinks": SINKS, "alibi_slopes": SLOPES}),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    if not TOOL.exists():
-        pytest.skip(f"needs {TOOL.name} in ../{TOOL.parent.parent.name}/{TOOL.parent.name}")
-    spec = importlib.util.spec_from_file_location(TOOL.stem, TOOL)
-    module = sys.modules[TOOL.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def unowned(case, window):
