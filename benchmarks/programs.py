@@ -224,9 +224,12 @@ class AttentionCode:
     def tiles_in_flight(self) -> float:
         """K/V tiles asked for ahead: what is copied before the hot loop, in units of what it copies a turn.
 
-        Too large where the compiler made several versions of the loop, as it does for tensor cores of a B200.
+        Less the turns that the compiler took out of the loop and put before it, as it does for tensor cores of a B200.
         """
-        return self.code.prologue.count(WIDE_COPY) / max(1, self.code.hot_loop.count(WIDE_COPY))
+        before, loop = self.code.prologue, self.code.hot_loop
+        return before.count(WIDE_COPY) / max(1, loop.count(WIDE_COPY)) - before.count(*MATRIX) / max(
+            1, loop.count(*MATRIX)
+        )
 
     @property
     def bytes_in_flight(self) -> int:
@@ -295,7 +298,7 @@ def compile_step(config: LlamaConfig = LLAMA_8B, gpu: str = "h200") -> Program:
 
 def base_name(launch: Launch) -> str:
     """The kernel's name without the numbers that XLA appends."""
-    return re.sub(r"(_\d+)+$", "", launch.name)
+    return re.sub(r"(_+\d+)+$", "", launch.name)
 
 
 def launches_per_layer(program: Program, num_layers: int) -> dict[str, int]:

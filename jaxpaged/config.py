@@ -14,7 +14,8 @@ def cdiv(a: int, b: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """How the Triton kernel cuts its work. Results differ by rounding only.
+    """How the Triton kernel cuts its work. Results differ by rounding only. Of all this XLA's path has
+    batch-invariant mode alone.
 
     Attributes:
         num_programs: Programs a KV head that share the stream of KV tokens. 396 / KV heads fill an H200 once (132 SMs,
@@ -65,6 +66,11 @@ class AttentionConfig:
             raise ValueError(f"`max_splits` must be None (cut anywhere) or 1 (never); got {self.max_splits}.")
         if self.max_splits == 1 and self.split_size is not None:
             raise ValueError(f"`split_size` must be None with `max_splits=1`; got {self.split_size}.")
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a sequence's result has the same bits whatever else is in the batch."""
+        return self.max_splits == 1 or self.split_size is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

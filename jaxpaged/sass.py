@@ -71,13 +71,17 @@ def read_sass(sass: str) -> Code:
     names: list[str] = []
     labels: dict[str, int] = {}
     loops: dict[int, int] = {}
+    last_exit = 0  # where the code goes on after it
     for line in sass.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(names)
         elif instruction := _INSTRUCTION.match(line):
             names.append(instruction[1])
             target = _TARGET.search(instruction[2])
-            if instruction[1].split(".")[0] == "BRA" and target and target[1] in labels:
+            if instruction[1] == "EXIT" and "@" not in line:
+                last_exit = len(names)
+            # What lies behind the end and jumps back into the kernel is a wait that was moved out of the way.
+            if instruction[1].split(".")[0] == "BRA" and target and labels.get(target[1], -1) >= last_exit:
                 loops[labels[target[1]]] = len(names)
     # The code ends in a jump to itself, never reached.
     return Code(tuple(names), tuple((first, last) for first, last in loops.items() if last - first > 1))

@@ -20,15 +20,20 @@ LISTING = """
         /*0090*/                   FFMA R0, R1, R2, R3 ;
         /*00a0*/               @P0 BRA `(.L_x_0) ;
         /*00b0*/                   EXIT ;
+.L_x_4:
+        /*00c0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R1], R2 ;
+        /*00d0*/              @!P1 BRA `(.L_x_4) ;
+        /*00e0*/                   BRA `(.L_x_0) ;
 .L_x_3:
-        /*00c0*/                   BRA `(.L_x_3);
+        /*00f0*/                   BRA `(.L_x_3);
 """
 
 
 def test_read_sass_finds_the_innermost_loop_that_multiplies_and_copies():
     code = read_sass(LISTING)
-    assert len(code.names) == 13
-    assert sorted(code.loops) == [(1, 11), (4, 9)]  # neither the branch forward nor the jump to itself
+    assert len(code.names) == 16
+    # Neither the branch forward, nor the wait behind the end with its jump back, nor the last jump to itself.
+    assert sorted(code.loops) == [(1, 11), (4, 9), (12, 14)]
     assert code.hot_loop.names == (WIDE_COPY, "LDGSTS.E", "HMMA.16816.F32.BF16", "UIADD3", "BRA")
     assert code.hot_loop.count(*MATRIX) == 1
     # Of the two copies before it, one belongs to a turn of the loop around it.

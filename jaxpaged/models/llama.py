@@ -1,8 +1,8 @@
 """The Llama decoder in Flax NNX, over a paged cache.
 
-Parameters and loop follow the device. On a GPU the parameters of all layers are stacked and `lax.scan` runs over them
-with the cache as a carry; unrolled, the whole step is one CUDA graph and weights are read in place. On a CPU a scan
-copies every layer's weights before it uses them, so there each layer is a call of one compiled function.
+Layers are one compiled function, called for each with its own parameters. In a compiled step the calls are inlined: on
+a GPU the whole step is one CUDA graph and weights are read in place. On a CPU the calls stay outside, so that one layer
+is compiled. `lax.scan` over stacked parameters compiles fast too, and copies a layer's weights before it uses them.
 """
 
 from functools import partial
@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -20,6 +19,7 @@ from jaxpaged.batch import Batch
 from jaxpaged.config import CacheConfig, LlamaConfig
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.ops.attention import Backend, attend
+from jaxpaged.ops.linear import linear
 from jaxpaged.ops.plan import AttentionPlan, make_plan
 from jaxpaged.ops.rope import rope_and_write, rope_angles, rope_frequencies
 
@@ -54,15 +54,14 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """The layer's output and the cache with this step's K and V of the layer in it."""
         config = self.config
-        qkv = _linear(_rms_norm(x, self.attn_norm[...], config.rms_norm_eps), self.qkv[...])
+        multiply = partial(linear, eps=config.rms_norm_eps, backend=self.backend)
+        qkv = multiply(x, self.qkv[...], norm=self.attn_norm[...])
         qkv = qkv.reshape(-1, config.num_q_heads + 2 * config.num_kv_heads, config.head_dim)
         q, cache = rope_and_write(cache, layer, qkv, *rope, batch.slot_mapping, backend=self.backend)
         attended = attend(q, cache, batch, layer, plan=plan, backend=self.backend)
-        x = x + _linear(attended.reshape(x.shape[0], -1), self.o[...])
-        gate, up = jnp.split(
-            _linear(_rms_norm(x, self.mlp_norm[...], config.rms_norm_eps), self.gate_up[...]), 2, axis=1
-        )
-        return x + _linear(jax.nn.silu(gate) * up, self.down[...]), cache
+        x = multiply(attended.reshape(x.shape[0], -1), self.o[...], residual=x)
+        hidden = multiply(x, self.gate_up[...], norm=self.mlp_norm[...], gated=True)
+        return multiply(hidden, self.down[...], residual=x), cache
 
 
 class Llama(nnx.Module):
@@ -70,9 +69,9 @@ class Llama(nnx.Module):
 
     Args:
         dtype: Of parameters and activations. Norms, rotations, softmax and logits are float32 inside.
-        layer_loop: `"unroll"` (one CUDA graph a step), `"scan"` (compiles fast, copies a layer's weights a turn), both
-            over stacked parameters; `"calls"`: parameters layer by layer, one compiled layer called for each. Under an
-            outer `jit`, calls are inlined, so leave the model outside of it to have them compiled once.
+        layer_loop: `"unroll"`: for a step that is compiled whole (one CUDA graph). `"calls"`: the same parameters,
+            for a model that is left outside of `jit`, so that one layer is compiled and called for each.
+            `"scan"`: over stacked parameters; compiles fast, copies a layer's weights a turn.
     """
 
     def __init__(
@@ -89,17 +88,18 @@ class Llama(nnx.Module):
                 raise ValueError(f"`{name}` must be one of {', '.join(get_args(known))}; got {value!r}.")
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.backend: Backend = backend
         self.layer_loop = layer_loop
         self.embed = _weight(rngs, config.vocab_size, config.hidden_size, dtype)
 
         def make_block(rngs: nnx.Rngs) -> Block:
             return Block(config, dtype=dtype, backend=backend, rngs=rngs)
 
-        if layer_loop == "calls":
-            self.layers = nnx.List([make_block(rngs) for _ in range(config.num_layers)])
-        else:
+        if layer_loop == "scan":
             stack = nnx.vmap(make_block, axis_size=config.num_layers)
             self.layers = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
+        else:
+            self.layers = nnx.List([make_block(rngs) for _ in range(config.num_layers)])
         self.final_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
         self.lm_head = None if config.tie_embeddings else _weight(rngs, config.vocab_size, config.hidden_size, dtype)
 
@@ -112,21 +112,21 @@ class Llama(nnx.Module):
                 f"{(c.num_layers, c.num_kv_heads, c.head_dim)}; got {shape}. Make it from `cache_config`."
             )
         x, rope = _enter(self.embed[...], batch, self.config)
+        # Calls outside of `jit` have no plan: on a CPU it would be computed for nobody.
+        plan = None if self.compiles_itself else make_plan(batch.seq_lens, batch.cu_q_lens, num_tokens=x.shape[0])
         if isinstance(self.layers, nnx.List):
             for layer, block in enumerate(self.layers):
-                x, cache = _call_block(block, x, cache, batch, layer, rope)
+                x, cache = _call_block(block, x, cache, batch, layer, rope, plan)
         else:
-            plan = make_plan(batch.seq_lens, batch.cu_q_lens, num_tokens=x.shape[0])
 
             def body(carry: tuple[Array, KVCache], numbered: tuple[Any, Block]) -> tuple[tuple[Array, KVCache], None]:
                 layer, block = numbered
                 return block(*carry, batch, layer, rope, plan), None
 
-            # Of numpy: in an unrolled loop its elements are constants; those of `jnp.arange` would be a launch each.
-            layers: tuple[Any, Block] = (np.arange(self.config.num_layers, dtype=np.int32), self.layers)
-            (x, cache), _ = lax.scan(body, (x, cache), layers, unroll=self.layer_loop == "unroll")
+            layers: tuple[Any, Block] = (jnp.arange(self.config.num_layers), self.layers)
+            (x, cache), _ = lax.scan(body, (x, cache), layers)
         head = self.embed if self.lm_head is None else self.lm_head
-        return _exit(x, batch, self.final_norm[...], head[...], self.config.rms_norm_eps), cache
+        return _exit(x, batch, self.final_norm[...], head[...], self.config.rms_norm_eps, self.backend), cache
 
     @property
     def vocab_size(self) -> int:
@@ -163,7 +163,7 @@ class Llama(nnx.Module):
             lambda: cls(config, dtype=dtype, backend=backend, layer_loop=layer_loop, rngs=nnx.Rngs(0))
         )
         graph, state = nnx.split(model)
-        if layer_loop == "calls":
+        if layer_loop != "scan":
             layers = {i: {name: x[i] for name, x in params["layers"].items()} for i in range(config.num_layers)}
             params = {**params, "layers": layers}
         nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: jnp.asarray(x, dtype), params))
@@ -181,30 +181,24 @@ def _enter(embed: Array, batch: Batch, config: LlamaConfig) -> tuple[Array, tupl
 
 @partial(jax.jit, donate_argnames=("x", "cache"))
 def _call_block(
-    block: Block, x: Array, cache: KVCache, batch: Batch, layer: Array, rope: tuple[Array, Array]
+    block: Block,
+    x: Array,
+    cache: KVCache,
+    batch: Batch,
+    layer: Array,
+    rope: tuple[Array, Array],
+    plan: AttentionPlan | None,
 ) -> tuple[Array, KVCache]:
-    return block(x, cache, batch, layer, rope)
+    return block(x, cache, batch, layer, rope, plan)
 
 
-@partial(jax.jit, static_argnames="eps")
-def _exit(x: Array, batch: Batch, final_norm: Array, head: Array, eps: float) -> Array:
+@partial(jax.jit, static_argnames=("eps", "backend"))
+def _exit(x: Array, batch: Batch, final_norm: Array, head: Array, eps: float, backend: Backend) -> Array:
     """Logits after the last new token of each sequence; those of a sequence without one mean nothing."""
     if batch.cu_q_lens is not None:
         x = x[batch.cu_q_lens[1:] - 1]
-    return _linear(_rms_norm(x, final_norm, eps), head).astype(jnp.float32)
+    return linear(x, head, norm=final_norm, eps=eps, backend=backend).astype(jnp.float32)
 
 
 def _weight(rngs: nnx.Rngs, num_out: int, num_in: int, dtype: DTypeLike) -> nnx.Param:
     return nnx.Param(jax.random.normal(rngs.params(), (num_out, num_in), dtype) * num_in**-0.5)
-
-
-def _linear(x: Array, weight: Array) -> Array:
-    """`x @ weight.T`. A float32 model multiplies in float32 everywhere: a GPU's default would be TF32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision)
-
-
-def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return scale * wide.astype(x.dtype)

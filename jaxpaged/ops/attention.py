@@ -152,7 +152,8 @@ def _call_backend(
     unsupported: str | None,
     **options,
 ) -> tuple[Array, Array]:
-    by_xla = functools.partial(paged_attention_xla, **options)
+    chosen = config or (plan.config if plan is not None else AttentionConfig())
+    by_xla = functools.partial(paged_attention_xla, **options, batch_invariant=chosen.is_batch_invariant)
     by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
     match backend:
         case "reference":

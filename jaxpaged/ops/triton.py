@@ -83,7 +83,7 @@ def _attention_kernel(
     largest = MAX_VALUE.get(jnp.dtype(v_ref.dtype).name, 1.0)
     # Logits are in base 2 throughout: exp2 is one instruction, and log2(e) joins a factor that is there anyway.
     sink, slope = (
-        None if ref is None else _load(ref.at[head], q_index < block_q).astype(jnp.float32) * LOG2E
+        None if ref is None else masked_load(ref.at[head], q_index < block_q).astype(jnp.float32) * LOG2E
         for ref in (sinks_ref, slopes_ref)
     )
 
@@ -96,20 +96,22 @@ def _attention_kernel(
         token, position = tile.token + q_index, tile.position + q_index
         in_tile = q_index < tile.num_q
         q_mask = in_tile[:, None] & in_dim
-        q = _load(q_ref.at[token[:, None], head[:, None], dim], q_mask).astype(dtype)
-        tree = [] if tree_ref is None else [_load(tree_ref.at[token, i], in_tile) for i in range(tree_ref.shape[1])]
+        q = masked_load(q_ref.at[token[:, None], head[:, None], dim], q_mask).astype(dtype)
+        tree = (
+            [] if tree_ref is None else [masked_load(tree_ref.at[token, i], in_tile) for i in range(tree_ref.shape[1])]
+        )
 
         def attend_block(i, state):
             acc, peak, total = state  # [block_m, head_dim], [block_m], [block_m]
             key = begin + i * block_k + jnp.arange(block_k)
             live = key < end
-            page = _load(page_table_ref.at[tile.seq, key // page_size], live)
+            page = masked_load(page_table_ref.at[tile.seq, key // page_size], live)
             slot = layer, page, kv_head, key % page_size
             k = _load_rows(k_ref, slot, live).astype(dtype)
 
             logits = _dot(q, k.T, allow_tf32) * (sm_scale * LOG2E * k_scale)
             if _is_per_token(k_scale_ref):
-                logits *= _load(k_scale_ref.at[slot], live)[None, :]
+                logits *= masked_load(k_scale_ref.at[slot], live)[None, :]
             if logits_soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + e^2x)
                 logits = logits_soft_cap * LOG2E * (1 - 2 / (1 + jnp.exp2(logits * (2 / logits_soft_cap))))
             if slope is not None:
@@ -132,7 +134,7 @@ def _attention_kernel(
             weight = p
             if _is_per_token(v_scale_ref):
                 # Tiny for a dtype with large values, and float16 would keep few bits of it: kept near 1 by `largest`.
-                weight *= _load(v_scale_ref.at[slot], live)[None, :] * largest
+                weight *= masked_load(v_scale_ref.at[slot], live)[None, :] * largest
             acc = acc * alpha[:, None] + _dot(weight.astype(dtype), v, allow_tf32)
             return acc, next_peak, total * alpha + jnp.sum(p, axis=1)
 
@@ -148,8 +150,8 @@ def _attention_kernel(
             scale, value = _normalise(peak, total, sink)
             scale *= 1 / largest if _is_per_token(v_scale_ref) else v_scale
             # In this order: the other way round, tiles of 64 rows spill a few registers on an L4.
-            _store(lse.at[row, head], value * log_base, in_tile)
-            _store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
+            masked_store(lse.at[row, head], value * log_base, in_tile)
+            masked_store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
 
         if part_ref is None:
             store(out_ref, lse_ref, token, sink, 1 / LOG2E)
@@ -212,7 +214,7 @@ def _combine_kernel(
         else:
             row = piece * num_tokens + tile.token + q_index
         lse = plgpu.load(part_lse_ref.at[row, head], mask=live, other=-jnp.inf)
-        part = _load(part_ref.at[row[:, None], head, dim[None, :]], live[:, None] & (dim < head_dim)[None, :])
+        part = masked_load(part_ref.at[row[:, None], head, dim[None, :]], live[:, None] & (dim < head_dim)[None, :])
         next_peak = jnp.maximum(peak, jnp.max(lse))
         p = jnp.exp2(lse - next_peak)
         alpha = jnp.exp2(peak - next_peak)
@@ -224,7 +226,7 @@ def _combine_kernel(
         acc, peak, total = lax.fori_loop(0, pl.cdiv(last - first + 1, block_p), merge_block, state)
         sink = None if sinks_ref is None else sinks_ref[head].astype(jnp.float32) * LOG2E
         scale, lse = _normalise(peak, total, sink)
-        _store(out_ref.at[tile.token + q_index, head, dim], acc * scale, dim < head_dim)
+        masked_store(out_ref.at[tile.token + q_index, head, dim], acc * scale, dim < head_dim)
         lse_ref[tile.token + q_index, head] = lse / LOG2E
 
 
@@ -285,18 +287,22 @@ def _load_rows(ref, slot, live):
     layer, page, kv_head, offset = slot
     if ref.dtype.itemsize > 1:
         dim = jnp.arange(width)[None, :]
-        return _load(ref.at[layer, page[:, None], kv_head, offset[:, None], dim], live[:, None] & (dim < head_dim))
+        return masked_load(
+            ref.at[layer, page[:, None], kv_head, offset[:, None], dim], live[:, None] & (dim < head_dim)
+        )
     run = min(16, width)
     dim = (jnp.arange(width // run)[:, None] * run + jnp.arange(run))[None]
     index = layer, page[:, None, None], kv_head, offset[:, None, None], dim
-    return _load(ref.at[index], live[:, None, None] & (dim < head_dim)).reshape(-1, width)
+    return masked_load(ref.at[index], live[:, None, None] & (dim < head_dim)).reshape(-1, width)
 
 
-def _load(ref, mask):
+def masked_load(ref, mask):
+    """What lies at `ref` where `mask` says so, else 0."""
     return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def _store(ref, value, mask):
+def masked_store(ref, value, mask):
+    """Stores where `mask` says so, in the dtype of `ref`."""
     plgpu.store(ref, value.astype(ref.dtype), mask=mask)
 
 
@@ -447,9 +453,9 @@ def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype, crowde
     # The accumulator sets the warps: it spills beyond 64 registers a thread. float32 products use no matrix unit, and
     # keep their operands in registers too.
     num_warps = 8 if block_m * width > 8192 or (is_float32 and block_m == 32) else 4
-    # Loading page ids is a pipeline level: 5 stages keep two K/V tiles in flight, which decoding needs and prefill,
-    # bound by arithmetic, does not; crowded variants have no registers for it.
-    num_stages = 5 if block_m == 16 and not crowded else 3
+    # Loading page ids is a pipeline level: 5 stages keep two K/V tiles in flight. Decoding needs them, but crowded
+    # variants have no registers left for it; prefill does with one, unless its values, and so its tiles, are small.
+    num_stages = 5 if (block_m == 16) != crowded else 3
     return block_m, config.block_k or block_k, config.num_warps or num_warps, config.num_stages or num_stages
 
 
@@ -500,15 +506,15 @@ def _rope_and_write_kernel(
     # Values cannot be cut in a kernel, so each half of a head is an array of its own.
     dim = jnp.arange(pl.next_power_of_2(half))[None, :]
     in_half, dims = dim < half, (dim, dim + half)
-    cos, sin = (_load(ref.at[token, dim], in_half) for ref in (cos_ref, sin_ref))
+    cos, sin = (masked_load(ref.at[token, dim], in_half) for ref in (cos_ref, sin_ref))
     in_qkv = (v_head < num_kv_heads)[:, None] & in_half
-    first, second = (_load(qkv_ref.at[token, head[:, None], d], in_qkv).astype(jnp.float32) for d in dims)
+    first, second = (masked_load(qkv_ref.at[token, head[:, None], d], in_qkv).astype(jnp.float32) for d in dims)
     turned = first * cos - second * sin, second * cos + first * sin
     halves = [
         jnp.where(is_v[:, None], x, y).astype(qkv_ref.dtype) for x, y in zip((first, second), turned, strict=True)
     ]
     for x, d in zip(halves, dims, strict=True):
-        _store(q_ref.at[token, head[:, None], d], x, (k_head < 0)[:, None] & in_half)
+        masked_store(q_ref.at[token, head[:, None], d], x, (k_head < 0)[:, None] & in_half)
 
     def write(pages_ref, fixed_ref, scale_ref, kv_head, mine):
         # Where Pallas interprets, a lane that is masked stores what was there before: it needs an index of its own.
@@ -516,13 +522,13 @@ def _rope_and_write_kernel(
         new = halves
         if is_quantized(pages_ref.dtype):
             if scale_ref is None:
-                scale = _load(fixed_ref.at[layer, kv_head], mine)
+                scale = masked_load(fixed_ref.at[layer, kv_head], mine)
             else:
                 scale = jnp.maximum(*(measure_scale(x, pages_ref.dtype) for x in halves))
-                _store(scale_ref.at[layer, page, kv_head, offset], scale, mine)
+                masked_store(scale_ref.at[layer, page, kv_head, offset], scale, mine)
             new = [quantize(x, scale, pages_ref.dtype) for x in halves]
         for x, d in zip(new, dims, strict=True):
-            _store(pages_ref.at[layer, page, kv_head[:, None], offset, d], x, mine[:, None] & in_half)
+            masked_store(pages_ref.at[layer, page, kv_head[:, None], offset, d], x, mine[:, None] & in_half)
 
     write(k_ref, k_fixed_ref, k_scale_ref, k_head, (k_head >= 0) & (v_head < 0) & live)
     write(v_ref, v_fixed_ref, v_scale_ref, v_head, is_v & live)

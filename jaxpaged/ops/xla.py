@@ -62,8 +62,13 @@ def paged_attention_xla(
     tree_mask: Bool[Array, "num_tokens max_q_len"] | None,
     k_scale: Float[Array, "layers *scales"] | None,
     v_scale: Float[Array, "layers *scales"] | None,
+    batch_invariant: bool = False,
 ) -> tuple[Array, Array]:
     """`paged_attention` in XLA operations. Arguments and results are those of `jaxpaged.paged_attention`.
+
+    Args:
+        batch_invariant: Takes tiles of one size, one after another, on every device: then a sequence's result has the
+            same bits in any batch, and a few tokens cost as much as 64.
 
     Numerics: Logits, softmax and sums in float32; a float32 cache is multiplied in float32, not TF32.
 
@@ -87,9 +92,16 @@ def paged_attention_xla(
     )
     by_kv_head = q.reshape(num_tokens, num_kv_heads, q_per_kv, head_dim)
     if cu_q_lens is None:
-        out, lse = _decode(attend, by_kv_head, page_table, seq_lens, tree_mask)
+        # On a CPU one sequence after another: a chunk then stays in the cache of a core, and each sequence takes as
+        # long as its own length says. Elsewhere all at once, as long as the longest.
+        one_by_one = functools.partial(lax.map, attend)
+        each = functools.partial(
+            lax.platform_dependent, cpu=one_by_one, default=one_by_one if batch_invariant else jax.vmap(attend)
+        )
+        out, lse = _decode(each, by_kv_head, page_table, seq_lens, tree_mask)
     else:
-        out, lse = _ragged(attend, by_kv_head, page_table, seq_lens, cu_q_lens, tree_mask)
+        block_q = _BLOCK_Q if batch_invariant else min(_BLOCK_Q, num_tokens)
+        out, lse = _ragged(attend, by_kv_head, page_table, seq_lens, cu_q_lens, tree_mask, block_q)
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:2])
     if sinks is not None:
         # A sink adds to the denominator and nothing to the numerator: scale by what it leaves.
@@ -100,25 +112,26 @@ def paged_attention_xla(
 
 
 def _decode(
-    attend: Attend, q: Array, page_table: Array, seq_lens: Array, tree_mask: Array | None
+    attend_each: Attend, q: Array, page_table: Array, seq_lens: Array, tree_mask: Array | None
 ) -> tuple[Array, Array]:
-    """One token a sequence; `q` is [num_seqs, num_kv_heads, q_per_kv, head_dim].
-
-    On a CPU one sequence after another: a chunk then stays in the cache of a core, and each sequence takes as long as
-    its own length says. Elsewhere all at once, as long as the longest.
-    """
+    """One token a sequence; `q` is [num_seqs, num_kv_heads, q_per_kv, head_dim]."""
     tree_mask = None if tree_mask is None else tree_mask[:, None]
     tiles = _Tile(q[:, :, None], seq_lens[:, None] - 1, seq_lens, page_table, seq_lens - 1, tree_mask)
-    out, lse = lax.platform_dependent(tiles, cpu=functools.partial(lax.map, attend), default=jax.vmap(attend))
+    out, lse = attend_each(tiles)
     return out[:, :, 0], lse[:, :, 0]
 
 
 def _ragged(
-    attend: Attend, q: Array, page_table: Array, seq_lens: Array, cu_q_lens: Array, tree_mask: Array | None
+    attend: Attend,
+    q: Array,
+    page_table: Array,
+    seq_lens: Array,
+    cu_q_lens: Array,
+    tree_mask: Array | None,
+    block_q: int,
 ) -> tuple[Array, Array]:
     """Any number of tokens a sequence, a tile after another; `q` is [num_tokens, num_kv_heads, q_per_kv, head_dim]."""
     num_tokens = q.shape[0]
-    block_q = min(_BLOCK_Q, num_tokens)
     # By head first, as a tile needs its rows. The last tile may reach past the last token.
     q = jnp.pad(q.swapaxes(0, 1), ((0, 0), (0, block_q), (0, 0), (0, 0)))
     if tree_mask is not None:

@@ -117,7 +117,7 @@ def test_llama_step_on_the_cpu_copies_no_cache_and_at_most_one_layer(dtype, new)
     cache, batch = jax.tree.map(jnp.zeros_like, make_cache(dtype, num_pages)), batch_of(TOKENS, new)
     by_scan, by_calls = make_model("scan", dtype=dtype), make_model("calls", dtype=dtype)
     x, rope = llama._enter(by_calls.embed[...], batch, CONFIG)
-    steps = {"calls": llama._call_block.lower(by_calls.layers[0], x, cache, batch, jnp.int32(1), rope)}
+    steps = {"calls": llama._call_block.lower(by_calls.layers[0], x, cache, batch, jnp.int32(1), rope, None)}
     # JAX 0.10 widens 16-bit weights and cache on a CPU: stacked weights all at once, and at each update it passes over
     # the pool, if without a copy in memory. A model on a CPU runs by calls.
     widens = dtype != jnp.float32 and jax.__version_info__ < (0, 11)

@@ -90,11 +90,9 @@ def test_attention_compiled_copies_16_bytes_ahead_and_multiplies_on_tensor_cores
     assert bool(code.matrix) == (call.dtype != "float32")
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.q_len == 1])
-def test_attention_compiled_decode_keeps_30_kilobytes_in_flight_an_sm(gpu, name):
-    if (gpu, name) not in REFUSED:
-        assert code_of(gpu, name).bytes_in_flight >= 30_000
+@pytest.mark.parametrize(("gpu", "name"), PAIRS)
+def test_attention_compiled_keeps_30_kilobytes_in_flight_an_sm(gpu, name):
+    assert code_of(gpu, name).bytes_in_flight >= 30_000
 
 
 def test_attention_compiled_decode_on_an_h200_takes_24_instructions_a_token():
@@ -137,6 +135,5 @@ def test_decode_step_of_8b_on_an_h200_is_one_graph_without_large_copies():
     pool = 8192 * 16 * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim * 2 * LLAMA_8B.num_layers
     assert program.alias_bytes >= 2 * pool
     assert program.temp_bytes >= NUM_SEQS * LLAMA_8B.vocab_size * 2  # the logits: the step is a whole one
-    # Wanted: 8. Today 4 products and the sum of a split one, 2 norms, rope_and_write, attention, combine, 2 residual
-    # adds, silu.
-    assert sum(a_layer.values()) <= 13, a_layer
+    # Norms, residual adds and activation are in the four products.
+    assert a_layer == {"linear": 4, "rope_and_write": 1, "paged_attention": 1, "paged_attention_combine": 1}
