@@ -20,7 +20,7 @@ import pytest
 from jaxpaged.config import AttentionConfig
 from jaxpaged.testing import make_case
 from tests import test_batch, test_kv_cache, test_quantize
-from tests.ops import harness, test_attention, test_merge
+from tests.ops import harness, test_attention, test_linear, test_merge, test_rope_write
 from tests.paging import test_allocator, test_pool
 
 pytestmark = pytest.mark.slow
@@ -95,6 +95,21 @@ def options(backend: str, what: str, config: AttentionConfig | None = None) -> C
     return check
 
 
+def linear(option: str) -> Check:
+    return partial(test_linear.check, option, "bfloat16", "interpret")
+
+
+def rope(dtype: str, **shape) -> Check:
+    def check():
+        test_rope_write.compiled.cache_clear()  # as above
+        try:
+            test_rope_write.check_against_two_steps(test_rope_write.make_inputs(dtype, **shape))
+        finally:
+            test_rope_write.compiled.cache_clear()
+
+    return check
+
+
 BY_XLA = attention("check_decode", "xla", "plain")
 BY_XLA_OPTIONS = attention("check_decode", "xla", "all")
 BY_XLA_RAGGED = attention("check_ragged", "xla", "plain")
@@ -112,6 +127,7 @@ KERNEL_SPLIT, KERNEL_SPLIT_DECODE = options("interpret", "window", SPLIT), optio
 KERNEL_CUT_DECODE = options("interpret", "decode", CUT)
 PLAN, QUANTIZE = "jaxpaged/ops/plan.py", "jaxpaged/quantize.py"
 XLA, REFERENCE, TRITON = "jaxpaged/ops/xla.py", "jaxpaged/ops/reference.py", "jaxpaged/ops/triton.py"
+LINEAR, ROPE_FLOAT, ROPE_INT8 = "jaxpaged/ops/linear.py", rope("float32"), rope("int8", kv_heads=2, q_heads=6)
 MERGE, CACHE, BATCH = "jaxpaged/ops/merge.py", "jaxpaged/kv_cache.py", "jaxpaged/batch.py"
 ALLOCATOR, POOL, TABLES = "jaxpaged/paging/allocator.py", "jaxpaged/paging/pool.py", "jaxpaged/paging/tables.py"
 
@@ -276,6 +292,54 @@ MUTANTS = {
         "(tile.kv_end - 1) // split_size - 1, max_pieces - 1",
         KERNEL_SPLIT,
     ),
+    "rope: half turned the other way": (
+        TRITON,
+        "second * cos + first * sin",
+        "second * cos - first * sin",
+        ROPE_FLOAT,
+    ),
+    "rope: V turned too": (TRITON, "jnp.where(is_v[:, None], x, y)", "y", ROPE_FLOAT),
+    "rope: K stands after V": (
+        TRITON,
+        "write(k_ref, k_fixed_ref, k_scale_ref, k_head,",
+        "write(k_ref, k_fixed_ref, k_scale_ref, 1 - k_head,",
+        ROPE_FLOAT,
+    ),
+    "rope: padding written": (
+        TRITON,
+        "(slot >= 0) & (slot < num_pages * page_size)",
+        "slot < num_pages * page_size",
+        ROPE_FLOAT,
+    ),
+    "rope: scale of half a head": (
+        TRITON,
+        "jnp.maximum(*(measure_scale(x, pages_ref.dtype) for x in halves))",
+        "measure_scale(halves[0], pages_ref.dtype)",
+        ROPE_INT8,
+    ),
+    "rope: scale of the next slot": (
+        TRITON,
+        "scale_ref.at[layer, page, kv_head, offset]",
+        "scale_ref.at[layer, page, kv_head, (offset + 1) % page_size]",
+        ROPE_INT8,
+    ),
+    "linear: eps dropped": (LINEAR, "squares * (1 / num_in) + eps)", "squares * (1 / num_in))", linear("norm")),
+    "linear: norm's scale dropped": (LINEAR, "x *= masked_load(norm_ref.at[k], in_k)[None, :]", "pass", linear("norm")),
+    "linear: mean over the padding": (LINEAR, "squares * (1 / num_in)", "squares * (1 / 384)", linear("norm")),
+    "linear: gate and what it passes swapped": (
+        LINEAR,
+        "out *= products[1] / (1 + jnp.exp(-out))",
+        "out *= products[1] / (1 + jnp.exp(-products[1]))",
+        linear("norm, gated"),
+    ),
+    "linear: second half of the gate's rows": (
+        LINEAR,
+        "column + half * num_out",
+        "column + half",
+        linear("norm, gated"),
+    ),
+    "linear: residual dropped": (LINEAR, "+ masked_load(residual_ref.at[row, column], live)", "", linear("residual")),
+    "linear: end of a row left out": (LINEAR, "cdiv(num_in, block_k)", "num_in // block_k", linear("plain")),
     "plan: a piece counted twice": (
         PLAN,
         "(piece + 1) * split_size)",

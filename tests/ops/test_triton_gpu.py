@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_cases import CHECKS, SAMPLE, attend, check_attention, check_write, draw, runs_on
+from jaxpaged.ops.linear import linear
 from jaxpaged.quantize import MAX_VALUE
+from tests.ops import test_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="no NVIDIA GPU")]
 
@@ -22,6 +24,13 @@ def test_gpu_attention_equals_oracle(name, backend):
     else:
         with pytest.raises(NotImplementedError, match="float8_e4m3fn"):
             check_attention(name, "triton")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 13, 64])
+@pytest.mark.parametrize("option", test_linear.OPTIONS)
+def test_gpu_linear_equals_oracle(option, num_tokens):
+    arguments = test_linear.make_arguments(option, "bfloat16", num_tokens, 4096, 1000)
+    test_linear.assert_close(linear(**arguments, backend="triton"), arguments)
 
 
 @pytest.mark.parametrize("dtype", MAX_VALUE)
