@@ -224,12 +224,12 @@ class AttentionCode:
     def tiles_in_flight(self) -> float:
         """K/V tiles asked for ahead: what is copied before the hot loop, in units of what it copies a turn.
 
-        Less the turns that the compiler took out of the loop and put before it, as it does for tensor cores of a B200.
+        Less what was multiplied by then: for tensor cores of a B200 the compiler takes a turn out of the loop and puts
+        it before it, and the next turn's product by K with it, which is half of its tile.
         """
         before, loop = self.code.prologue, self.code.hot_loop
-        return before.count(WIDE_COPY) / max(1, loop.count(WIDE_COPY)) - before.count(*MATRIX) / max(
-            1, loop.count(*MATRIX)
-        )
+        turns, rest = divmod(before.count(*MATRIX), max(1, loop.count(*MATRIX)))
+        return before.count(WIDE_COPY) / max(1, loop.count(WIDE_COPY)) - turns - (rest > 0) / 2
 
     @property
     def bytes_in_flight(self) -> int:
