@@ -24,7 +24,7 @@ _PROMPT_CHUNK = 128
 # XLA's gather moves one value after another. A few page slices joined move whole runs: 37 ms instead of 50 in the same
 # trial, but not from eight pages on, where they no longer fuse.
 _MAX_SLICES = 4
-_BLOCK_Q = 64
+_BLOCK_Q, _FEW = 64, 8
 # Bytes of the narrowest floats that XLA on a CPU moves as they are.
 _NARROWEST_READ = 2 if jax.__version_info__ >= (0, 11) else 4
 
@@ -130,35 +130,50 @@ def _ragged(
     tree_mask: Array | None,
     block_q: int,
 ) -> tuple[Array, Array]:
-    """Any number of tokens a sequence, a tile after another; `q` is [num_tokens, num_kv_heads, q_per_kv, head_dim]."""
+    """Any number of tokens a sequence, a tile after another; `q` is [num_tokens, num_kv_heads, q_per_kv, head_dim].
+
+    Sequences with a few tokens, which decode or check drafts beside prompts, have small tiles.
+    """
     num_tokens = q.shape[0]
     # By head first, as a tile needs its rows. The last tile may reach past the last token.
     q = jnp.pad(q.swapaxes(0, 1), ((0, 0), (0, block_q), (0, 0), (0, 0)))
     if tree_mask is not None:
         tree_mask = jnp.pad(tree_mask, ((0, block_q), (0, 0)))
 
-    def sequence(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        begin, end = cu_q_lens[i], cu_q_lens[i + 1]
+    def in_tiles(block_q: int, at_least: int, at_most: int, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        def sequence(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+            begin, end = cu_q_lens[i], cu_q_lens[i + 1]
+            q_len = end - begin
 
-        def tile(t: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-            first = begin + t * block_q
-            rows = lax.dynamic_slice_in_dim(q, first, block_q, axis=1)
-            position = seq_lens[i] - end + first + jnp.arange(block_q)
-            mask = None if tree_mask is None else lax.dynamic_slice_in_dim(tree_mask, first, block_q)
-            answers = attend(_Tile(rows, position, seq_lens[i], page_table[i], seq_lens[i] - (end - begin), mask))
-            # A tile's tail past its sequence belongs to the next one, whose own tile comes later and overwrites it.
-            out, lse = (
-                lax.dynamic_update_slice_in_dim(whole, x, first, axis=1)
-                for whole, x in zip(results, answers, strict=True)
-            )
-            return out, lse
+            def tile(t: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+                first = begin + t * block_q
+                rows = lax.dynamic_slice_in_dim(q, first, block_q, axis=1)
+                token = first + jnp.arange(block_q)
+                mask = None if tree_mask is None else lax.dynamic_slice_in_dim(tree_mask, first, block_q)
+                position = seq_lens[i] - end + token
+                answers = attend(_Tile(rows, position, seq_lens[i], page_table[i], seq_lens[i] - q_len, mask))
 
-        return lax.fori_loop(0, -((begin - end) // block_q), tile, results)
+                def put(whole: Array, new: Array) -> Array:
+                    """A tile's tail past its sequence belongs to the next one."""
+                    mine = (token < end).reshape(1, block_q, *(1,) * (new.ndim - 2))
+                    new = jnp.where(mine, new, lax.dynamic_slice_in_dim(whole, first, block_q, axis=1))
+                    return lax.dynamic_update_slice_in_dim(whole, new, first, axis=1)
 
-    results = (jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
-    out, lse = (x[:, :num_tokens].swapaxes(0, 1) for x in lax.fori_loop(0, page_table.shape[0], sequence, results))
-    owned = jnp.arange(num_tokens)[:, None, None] < cu_q_lens[-1]
-    return jnp.where(owned[..., None], out, 0), jnp.where(owned, lse, -jnp.inf)
+                out, lse = map(put, results, answers)
+                return out, lse
+
+            mine = (q_len >= at_least) & (q_len <= at_most)
+            return lax.fori_loop(0, jnp.where(mine, -(-q_len // block_q), 0), tile, results)
+
+        return lax.fori_loop(0, page_table.shape[0], sequence, results)
+
+    results = jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf)
+    few = min(_FEW, block_q)
+    results = in_tiles(few, 1, few, results)
+    if few < block_q:
+        results = in_tiles(block_q, few + 1, num_tokens, results)
+    out, lse = (x[:, :num_tokens].swapaxes(0, 1) for x in results)
+    return out, lse
 
 
 def _attend(
