@@ -159,8 +159,8 @@ def _ragged(
                     new = jnp.where(mine, new, lax.dynamic_slice_in_dim(whole, first, block_q, axis=1))
                     return lax.dynamic_update_slice_in_dim(whole, new, first, axis=1)
 
-                out, lse = map(put, results, answers)
-                return out, lse
+                out, lse = results
+                return put(out, answers[0]), put(lse, answers[1])
 
             mine = (q_len >= at_least) & (q_len <= at_most)
             return lax.fori_loop(0, jnp.where(mine, -(-q_len // block_q), 0), tile, results)
