@@ -92,13 +92,7 @@ def paged_attention_xla(
     )
     by_kv_head = q.reshape(num_tokens, num_kv_heads, q_per_kv, head_dim)
     if cu_q_lens is None:
-        # On a CPU one sequence after another: a chunk then stays in the cache of a core, and each sequence takes as
-        # long as its own length says. Elsewhere all at once, as long as the longest.
-        one_by_one = functools.partial(lax.map, attend)
-        each = functools.partial(
-            lax.platform_dependent, cpu=one_by_one, default=one_by_one if batch_invariant else jax.vmap(attend)
-        )
-        out, lse = _decode(each, by_kv_head, page_table, seq_lens, tree_mask)
+        out, lse = _decode(attend, by_kv_head, page_table, seq_lens, tree_mask, batch_invariant)
     else:
         block_q = _BLOCK_Q if batch_invariant else min(_BLOCK_Q, num_tokens)
         out, lse = _ragged(attend, by_kv_head, page_table, seq_lens, cu_q_lens, tree_mask, block_q)
@@ -112,12 +106,17 @@ def paged_attention_xla(
 
 
 def _decode(
-    attend_each: Attend, q: Array, page_table: Array, seq_lens: Array, tree_mask: Array | None
+    attend: Attend, q: Array, page_table: Array, seq_lens: Array, tree_mask: Array | None, one_by_one: bool
 ) -> tuple[Array, Array]:
-    """One token a sequence; `q` is [num_seqs, num_kv_heads, q_per_kv, head_dim]."""
+    """One token a sequence; `q` is [num_seqs, num_kv_heads, q_per_kv, head_dim].
+
+    On a CPU one sequence after another: a chunk then stays in the cache of a core, and each sequence takes as long as
+    its own length says. Elsewhere all at once, as long as the longest.
+    """
     tree_mask = None if tree_mask is None else tree_mask[:, None]
     tiles = _Tile(q[:, :, None], seq_lens[:, None] - 1, seq_lens, page_table, seq_lens - 1, tree_mask)
-    out, lse = attend_each(tiles)
+    in_turn = functools.partial(lax.map, attend)
+    out, lse = lax.platform_dependent(tiles, cpu=in_turn, default=in_turn if one_by_one else jax.vmap(attend))
     return out[:, :, 0], lse[:, :, 0]
 
 
