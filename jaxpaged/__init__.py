@@ -7,7 +7,7 @@ from jaxpaged.kv_cache import KVCache, PageBlock
 from jaxpaged.ops.attention import paged_attention
 from jaxpaged.ops.cascade import cascade_attention
 from jaxpaged.ops.merge import merge_attention
-from jaxpaged.ops.plan import AttentionPlan, make_plan
+from jaxpaged.ops.plan import AttentionPlan, make_plan, plan_batch
 from jaxpaged.ops.rope import rope_and_write
 from jaxpaged.paging import OutOfPagesError, PageAllocator, PageCopy
 
@@ -33,5 +33,6 @@ __all__ = [
     "make_plan",
     "merge_attention",
     "paged_attention",
+    "plan_batch",
     "rope_and_write",
 ]

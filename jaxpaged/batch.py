@@ -4,6 +4,7 @@ A batch knows shapes and positions. It knows neither the model nor how pages wer
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ class Batch:
         seq_lens: `[num_seqs]` int32, KV tokens of each sequence, this step's included; 0 is a padding row.
         cu_q_lens: `[num_seqs + 1]` int32, prefix sums of the new tokens of each sequence; None where each sequence
             has one (decode). Which of the two it is, is part of the trace.
+        plans: How the Triton kernel cuts this step's attention, a plan for each sliding window that the model mixes:
+            `jaxpaged.plan_batch` makes them, once for all layers. A layer whose window has none makes its own.
     """
 
     token_ids: Int[Array, "num_tokens"]
@@ -35,6 +38,7 @@ class Batch:
     page_table: Int[Array, "num_seqs max_pages"]
     seq_lens: Int[Array, "num_seqs"]
     cu_q_lens: Int[Array, "num_seqs_plus_1"] | None = None
+    plans: tuple[Any, ...] = ()  # of `ops.plan.AttentionPlan`, which stands above this module
 
 
 def locate_tokens(

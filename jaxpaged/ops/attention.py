@@ -15,7 +15,7 @@ from jaxpaged.config import AttentionConfig
 from jaxpaged.kv_cache import KVCache, check_layer
 from jaxpaged.ops import triton
 from jaxpaged.ops.grad import attend_with_gradient
-from jaxpaged.ops.plan import AttentionPlan, PlanKey, check_plan
+from jaxpaged.ops.plan import AttentionPlan, PlanKey, check_plan, find_plan
 from jaxpaged.ops.reference import paged_attention_reference
 from jaxpaged.ops.xla import paged_attention_xla
 from jaxpaged.quantize import MAX_VALUE, is_quantized
@@ -156,6 +156,9 @@ def _call_backend(
     by_xla = functools.partial(paged_attention_xla, **options, batch_invariant=chosen.is_batch_invariant)
     by_triton = functools.partial(triton.paged_attention_triton, **options, plan=plan, config=config, interpret=False)
     match backend:
+        case "reference" if chosen.is_batch_invariant:
+            why = "its sums are as long as the page table is wide, which follows the rest of the batch"
+            raise NotImplementedError(f"`backend='reference'` has no batch-invariant mode: {why}.")
         case "reference":
             return paged_attention_reference(*arrays, **options)
         case "triton":
@@ -201,11 +204,14 @@ def attend(
     """One layer's attention to all that a cache holds, this step's K and V included: what follows a write.
 
     Args:
-        options: Of `paged_attention`.
+        options: Of `paged_attention`. Without a `plan`, that of the batch for this window, if it has one.
 
     Returns:
         Output in the shape and dtype of `q`.
     """
+    if options.get("plan") is None:
+        window, causal = options.get("sliding_window"), options.get("causal", True)
+        options["plan"] = find_plan(batch.plans, PlanKey.of(batch.page_table, q, batch.cu_q_lens, window, causal))
     out, _ = paged_attention(
         q if is_quantized(cache.dtype) else q.astype(cache.dtype),
         cache.k_pages,

@@ -43,15 +43,16 @@ def linear(
         eps: Added to the mean square.
         gated: The first half of the weight's rows makes the gate, the second what passes it.
         residual: What the result is added to.
-        backend: `"triton"` is the kernel where `why_unsupported` gives no reason against it, as is `"interpret"`, and
-            `"auto"` on a GPU. Everything else is the formula, compiled by XLA.
+        backend: `"triton"` and `"interpret"` are the kernel, as is `"auto"` on a GPU where it takes such a product.
+            Everything else is the formula, compiled by XLA.
 
     Returns:
         In the dtype of `x`.
 
     Raises:
         ValueError: A shape or the backend does not fit.
-        TypeError: Dtypes differ, or an argument is not an array.
+        TypeError: Dtypes differ or are not floating, an argument is not an array, or `eps` is not a number.
+        NotImplementedError: The named backend does not do this; the message says why.
 
     Numerics: the formula rounds to the dtype of `x` after each operation; the kernel only before the product, after it
         where there is a residual, and at the end. A float32 model multiplies in float32 everywhere: a GPU's default
@@ -59,9 +60,12 @@ def linear(
 
     Source: RMS norm, Zhang and Sennrich (2019, section 3); SwiGLU, Shazeer (2020, section 2).
     """
-    _validate(x, weight, norm, gated, residual, backend)
+    _validate(x, weight, norm, gated, residual, eps, backend)
     formula = partial(_by_xla, eps=eps, gated=gated)
-    if backend in ("reference", "xla") or why_unsupported(x):
+    unsupported = None if backend in ("reference", "xla") else why_unsupported(x)
+    if unsupported is not None and backend != "auto":
+        raise NotImplementedError(f"`backend={backend!r}` cannot run this call: {unsupported}")
+    if backend in ("reference", "xla") or unsupported is not None or 0 in weight.shape:
         return formula(x, weight, norm, residual)
     kernel = partial(_by_triton, eps, gated, backend == "interpret")
     if backend == "auto":
@@ -182,10 +186,14 @@ def _tile_sizes(num_tokens: int, gated: bool, has_norm: bool) -> tuple[int, int,
     return block_m, num_rows // (1 + gated), block_k, min(5, 96 * 1024 // stage_bytes)
 
 
-def _validate(x, weight, norm, gated, residual, backend) -> None:
+def _validate(x, weight, norm, gated, residual, eps, backend) -> None:
     given = {"x": x, "weight": weight, "norm": norm, "residual": residual}
     given = {name: array for name, array in given.items() if array is not None}
     require_arrays(**given)
+    if not isinstance(eps, int | float):
+        raise TypeError(f"`eps` must be a number, static; got {type(eps).__name__}.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`x` must be of a floating dtype; got {x.dtype}.")
     if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(
             "`weight` must have shape (num_out, num_in) for `x` (num_tokens, num_in); "

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jaxpaged.batch import Batch
 from jaxpaged.config import AttentionConfig, cdiv
 
 MIN_SHARE = 16
@@ -106,6 +107,35 @@ def check_plan(plan: AttentionPlan, key: PlanKey) -> None:
         raise ValueError(
             f"`plan` must be made for {key}; got one for {plan.made_for}. Make one a step for each window."
         )
+
+
+def plan_batch(
+    batch: Batch, *, sliding_windows: tuple[int | None, ...] = (None,), config: AttentionConfig | None = None
+) -> Batch:
+    """The batch with a plan for each of a model's static windows in it: once a step, inside `jit`, before the layers.
+
+    Args:
+        sliding_windows: Those of the model's layers, each once; None is attention to all keys.
+        config: Of all of them.
+    """
+    plans = tuple(
+        make_plan(
+            batch.seq_lens,
+            batch.cu_q_lens,
+            num_tokens=batch.token_ids.shape[0],
+            sliding_window=window,
+            config=config,
+        )
+        for window in sliding_windows
+    )
+    return dataclasses.replace(batch, plans=plans)
+
+
+def find_plan(plans: tuple[AttentionPlan, ...], key: PlanKey) -> AttentionPlan | None:
+    """The plan that was made for such calls. None for a traced window: its value is not in the key."""
+    if key.sliding_window == "traced":
+        return None
+    return next((plan for plan in plans if plan.made_for == key), None)
 
 
 def make_plan(

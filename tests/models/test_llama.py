@@ -117,7 +117,7 @@ def test_llama_step_on_the_cpu_copies_no_cache_and_at_most_one_layer(dtype, new)
     cache, batch = jax.tree.map(jnp.zeros_like, make_cache(dtype, num_pages)), batch_of(TOKENS, new)
     by_scan, by_calls = make_model("scan", dtype=dtype), make_model("calls", dtype=dtype)
     x, rope = llama._enter(by_calls.embed[...], batch, CONFIG)
-    steps = {"calls": llama._call_block.lower(by_calls.layers[0], x, cache, batch, jnp.int32(1), rope, None)}
+    steps = {"calls": llama._call_and_donate.lower(by_calls.layers[0], x, cache, batch, jnp.int32(1), rope)}
     # JAX 0.10 widens 16-bit weights and cache on a CPU: stacked weights all at once, and at each update it passes over
     # the pool, if without a copy in memory. A model on a CPU runs by calls.
     widens = dtype != jnp.float32 and jax.__version_info__ < (0, 11)
@@ -167,3 +167,11 @@ def builtin_engine(builtin_model) -> Engine:
         builtin_model.config, builtin_model.params, dtype=jnp.float32, backend="auto", layer_loop="calls"
     )
     return Engine(model, model.cache_config(num_pages=128), SchedulerConfig(max_model_len=1024))
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_llama_called_outside_of_jit_leaves_the_cache_that_it_was_given(layer_loop):
+    model, cache, batch = make_model(layer_loop), make_cache(), batch_of(TOKENS, [1, 1, 1])
+    chex.assert_trees_all_equal(model(cache, batch)[0], model(cache, batch)[0])
+    gradient = jax.grad(lambda cache: model(cache, batch)[0].sum())(jax.tree.map(jnp.ones_like, cache))
+    assert np.count_nonzero(gradient.v_pages)

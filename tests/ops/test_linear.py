@@ -74,8 +74,9 @@ def check(option: str, dtype: str, backend: str) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["xla", "interpret", "auto", "reference"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [*((dtype, "xla") for dtype in TOLERANCE), ("bfloat16", "interpret"), ("bfloat16", "auto")]
+)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_linear_equals_float64_oracle(option, dtype, backend):
     check(option, dtype, backend)
@@ -87,10 +88,19 @@ def test_linear_of_any_shape_equals_float64_oracle(num_tokens, num_in, num_out):
     assert_close(linear(**arguments, backend="interpret"), arguments)
 
 
-def test_linear_of_large_rows_does_not_overflow_in_float16():
-    arguments = make_arguments("norm", "float16") | {"x": jnp.full((2, 300), 6e4, jnp.float16)}
-    arguments["norm"] *= 2
-    assert_close(linear(**arguments, backend="interpret"), arguments)
+@pytest.mark.parametrize(("dtype", "largest", "backend"), [("float16", 6e4, "auto"), ("bfloat16", 1e18, "interpret")])
+def test_linear_of_large_rows_does_not_overflow(dtype, largest, backend):
+    arguments = make_arguments("norm", dtype)
+    arguments["x"], arguments["norm"] = arguments["x"] / 5 * largest, 2 * arguments["norm"]
+    assert_close(linear(**arguments, backend=backend), arguments)
+
+
+def test_linear_rounds_the_product_before_it_adds_the_residual():
+    arguments = {"x": jnp.full((1, 2), 1 + 2**-7, jnp.bfloat16), "residual": jnp.full((1, 1), -2.0, jnp.bfloat16)}
+    arguments["weight"] = jnp.asarray([[1.0, 1 + 2**-7]], jnp.bfloat16)
+    # The product is 2 + 3 * 2^-7 + 2^-14, of which bfloat16 keeps 2 + 2^-5: 2^-5 is left.
+    for backend in ("interpret", "xla"):
+        assert float(linear(**arguments, backend=backend)[0, 0]) == 2**-5
 
 
 def test_linear_gate_of_any_size_is_finite():
@@ -116,21 +126,31 @@ def test_linear_kernel_reads_each_weight_once_and_nothing_out_of_bounds(interpre
     assert_close(jnp.asarray(out), arguments | {"eps": eps, "gated": gated})
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "dtype"), [(MAX_TOKENS + 1, "bfloat16"), (0, "bfloat16"), (4, "float32"), (4, "float16")]
-)
-def test_linear_of_many_tokens_or_other_types_is_the_formula_by_every_backend(num_tokens, dtype):
+REFUSED = {
+    (MAX_TOKENS + 1, "bfloat16"): f"it takes 1 to {MAX_TOKENS} tokens; got 65",
+    (0, "bfloat16"): f"it takes 1 to {MAX_TOKENS} tokens; got 0",
+    (4, "float32"): "it multiplies bfloat16; got float32",
+    (4, "float16"): "it multiplies bfloat16; got float16",
+}
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype"), REFUSED)
+def test_linear_of_what_the_kernel_does_not_take_is_refused_by_name_and_xla_by_auto(num_tokens, dtype):
     arguments = make_arguments("norm", dtype, num_tokens)
-    results = [linear(**arguments, backend=backend) for backend in ("xla", "triton", "interpret", "auto")]
-    chex.assert_trees_all_equal(*results)
-    assert np.all(np.isfinite(np.asarray(results[0], np.float32)))
+    for backend in ("triton", "interpret"):
+        with pytest.raises(NotImplementedError) as info:
+            linear(**arguments, backend=backend)
+        assert str(info.value) == f"`backend='{backend}'` cannot run this call: {REFUSED[num_tokens, dtype]}"
+    chex.assert_trees_all_equal(linear(**arguments, backend="auto"), linear(**arguments, backend="xla"))
 
 
-def test_linear_without_pallas_triton_is_the_formula(monkeypatch):
+def test_linear_without_pallas_triton_is_refused_by_name_and_xla_by_auto(monkeypatch):
     arguments = make_arguments("norm")
     expected = linear(**arguments, backend="xla")
     monkeypatch.setattr(linear_module, "plgpu", None)
-    chex.assert_trees_all_equal(linear(**arguments, backend="triton"), expected)
+    with pytest.raises(NotImplementedError, match="has no Pallas Triton backend"):
+        linear(**arguments, backend="triton")
+    chex.assert_trees_all_equal(linear(**arguments), expected)
 
 
 @pytest.mark.parametrize("backend", ["interpret", "auto"])
@@ -163,6 +183,8 @@ BAD = {
     "norm": ({"norm": jnp.ones(299, jnp.bfloat16)}, ValueError, "`norm` must have shape (300,); got (299,)"),
     "residual": ({"residual": jnp.ones((5, 140), jnp.bfloat16)}, ValueError, "`residual` must have shape (5, 70)"),
     "dtype": ({"norm": jnp.ones(300)}, TypeError, "`norm` must be of the dtype of `x`, bfloat16; got float32"),
+    "eps": ({"eps": jnp.float32(1)}, TypeError, "`eps` must be a number, static; got Array"),
+    "integers": ({"x": jnp.ones((5, 300), jnp.int32)}, TypeError, "`x` must be of a floating dtype; got int32"),
     "backend": ({"backend": "cuda"}, ValueError, "`backend` must be one of auto, reference, xla, triton"),
 }
 

@@ -1,6 +1,8 @@
 """The plan, read back: every query's keys are attended to once, by shares of equal size."""
 
+import dataclasses
 import itertools
+from functools import partial
 
 import chex
 import jax
@@ -8,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpaged as jp
 from jaxpaged.config import AttentionConfig, cdiv
+from jaxpaged.ops import triton
+from jaxpaged.ops.attention import attend
 from jaxpaged.ops.plan import MIN_SHARE, Share, Tile, make_plan
 
 jitted = jax.jit(make_plan, static_argnames=("num_tokens", "sliding_window", "causal", "config"))
@@ -260,3 +265,34 @@ def test_make_plan_decode_with_more_tokens_than_sequences_raises():
 def test_attention_config_impossible_size_raises(options, message):
     with pytest.raises(ValueError, match=message):
         AttentionConfig(**options)
+
+
+def batch_of_three() -> tuple[jp.Batch, jp.KVCache]:
+    cache = jp.KVCache.create(num_layers=2, num_pages=8, page_size=4, num_kv_heads=1, head_dim=16, dtype="float32")
+    cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), cache)
+    arrays = np.zeros((3, 3), np.int32)
+    table, lens = jnp.array([[3, 1], [5, 0], [0, 0]], jnp.int32), jnp.array([7, 2, 0], jnp.int32)
+    return jp.Batch(
+        token_ids=arrays[0], positions=arrays[1], slot_mapping=arrays[2], page_table=table, seq_lens=lens
+    ), cache
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_plan_batch_serves_the_layers_of_each_window_and_others_make_their_own(window, monkeypatch):
+    batch, cache = batch_of_three()
+    q = jax.random.normal(jax.random.key(1), (3, 2, 16))
+    run = partial(attend, q, cache, layer=1, backend="interpret")
+    expected = [run(batch, sliding_window=w) for w in (window, 5)]
+    planned = jax.jit(partial(jp.plan_batch, sliding_windows=(None, 3)))(batch)
+    assert [plan.made_for.sliding_window for plan in planned.plans] == [None, 3]
+    chex.assert_trees_all_equal(run(planned, sliding_window=5), expected[1])
+    chex.assert_trees_all_equal(dataclasses.replace(planned, plans=()), batch)
+
+    def refuse(*_, **__):
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr(triton, "make_plan", refuse)
+    chex.assert_trees_all_equal(run(planned, sliding_window=window), expected[0])
+    for other in (5, jnp.int32(3)):
+        with pytest.raises(AssertionError, match="a plan was made"):
+            run(planned, sliding_window=other)
