@@ -150,7 +150,7 @@ class CacheVerbs(PageState):
 
     @verb
     def take_copies(self) -> list[PageCopy]:
-        """The copies that `add` decided for partial hits; take them right after it, and run them as those of `append`."""
+        """The copies for partial hits; take them right after `add`, and run them in order with those of `append`."""
         copies, self._copies = self._copies, []
         return copies
 

@@ -46,9 +46,11 @@ class Key(NamedTuple):
 
 
 def _encode(part: str | int | bytes) -> bytes:
-    tag, text = {str: (b"s", str), int: (b"i", str), bytes: (b"b", bytes)}[type(part)]
-    data = part if text is bytes else str(part).encode()
-    return b"%b%d:%b" % (tag, len(data), data)  # pyright: ignore[reportOperatorIssue]
+    if isinstance(part, bytes):
+        tag, data = b"b", part
+    else:
+        tag, data = b"s" if isinstance(part, str) else b"i", str(part).encode()
+    return b"%b%d:%b" % (tag, len(data), data)
 
 
 def check_keys(keys: Iterable[Key]) -> tuple[Key, ...]:

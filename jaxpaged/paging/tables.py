@@ -93,7 +93,7 @@ class SequenceTable:
         """Page id of a row that has at least one."""
         return self.page_ids.item(self.starts.item(row) + self.num_pages.item(row) - 1)
 
-    def add(self, seq_id: Hashable, page_ids: npt.NDArray[np.integer], num_tokens: int) -> None:
+    def add(self, seq_id: Hashable, page_ids: npt.NDArray[np.integer] | memoryview, num_tokens: int) -> None:
         """Gives a new sequence a row that holds these pages."""
         count = len(page_ids)
         start = self._claim(count)
