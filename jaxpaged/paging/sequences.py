@@ -350,10 +350,12 @@ class SequenceVerbs(PageState):
 
     def _drop(self, row: int, seq_id: Hashable) -> None:
         """Forgets a sequence that holds pages."""
-        self._promise(row, 0)
-        self._keys.pop(row, None)
+        if self._num_reserved:
+            self._promise(row, 0)
+        if self._keys:
+            self._keys.pop(row, None)
         for table in self._tables:
-            self._pool.release(table.pages(row)[table.num_dead.item(row) :])
+            self._pool.give_back(table.held(row))
             table.remove(seq_id)
 
     def _check_windows(self, row: int, seq_id: Hashable, num_tokens: int) -> None:
