@@ -171,7 +171,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         swapped = SwappedSequence(
             num_tokens=self._table.num_tokens.item(row), num_dead=num_dead, keys=self._keys.get(row, ())
         )
-        self._drop(row, seq_id)
+        self._drop(seq_id)
         self._swapped[seq_id] = swapped
         return page_ids
 
@@ -238,7 +238,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         rows = self._table.all_rows()
         owner, fill = np.full(num_pages, -1, np.int32), np.zeros(num_pages, np.int32)
         every = np.arange(num_pages)
-        ref_count, kept = self._pool.ref_counts(every), self._pool.kept(every)
+        ref_count, kept = self._pool.all_ref_counts(), self._pool.kept(every)
         fill[kept] = self._page_size
         for table in self._tables:
             places, indices, page_ids = table.entries(rows)
@@ -277,7 +277,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
     def _place(self, seq_id: Hashable, num_tokens: int, hits: Hits, needed: int) -> None:
         """Gives a new sequence its hits, and new pages for the rest and for what comes back from the host."""
         if hits.num_pages:
-            self._pool.claim(hits.here)
+            self._pool.share(hits.here)
         new = self._take_array(needed)
         num_new = cdiv(num_tokens, self._page_size) - hits.num_pages
         for group, (table, page_ids) in enumerate(zip(self._tables, hits.page_ids, strict=True)):

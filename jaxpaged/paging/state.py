@@ -168,7 +168,7 @@ class PageState:
             if group.sliding_window is not None:
                 dead = self._passed_pages(group, table, row, num_computed)
                 if len(dead):
-                    self._pool.release(dead)
+                    self._pool.drop(dead.astype(np.intp))
                     table.num_dead[row] += len(dead)
                     dead[:] = 0
 
