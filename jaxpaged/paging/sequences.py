@@ -11,7 +11,7 @@ from jaxpaged.config import NULL_PAGE, cdiv
 from jaxpaged.paging.lru import PageIds
 from jaxpaged.paging.pool import OutOfPagesError
 from jaxpaged.paging.reports import PageCopy
-from jaxpaged.paging.state import PageState, taken, verb
+from jaxpaged.paging.state import PageState, second_thread, taken, verb
 from jaxpaged.paging.tables import Rows, SequenceTable, ragged_arange
 
 
@@ -150,17 +150,22 @@ class SequenceVerbs(PageState):
         self._table.num_indexed[row] = min(self._table.num_indexed.item(row), num_tokens // self._page_size)
         self._settle(row, free_before)
 
-    @verb
     def free(self, seq_id: Hashable) -> None:
         """Forgets a sequence. Pages that no other sequence holds are free.
 
         Raises:
             ValueError: No such sequence (it may have been freed already).
         """
-        if self._swapped and seq_id in self._swapped:
-            del self._swapped[seq_id]
-        else:
-            self._drop(seq_id)
+        if self._busy:  # as in `add`
+            raise second_thread("free")
+        self._busy = True
+        try:
+            if self._swapped and seq_id in self._swapped:
+                del self._swapped[seq_id]
+            else:
+                self._drop(seq_id)
+        finally:
+            self._busy = False
 
     @verb
     def reserve(self, seq_id: Hashable, num_tokens: SupportsIndex) -> None:

@@ -30,7 +30,7 @@ class SequenceTable:
     Attributes:
         page_ids: int32, the flat array. Row r's pages are `page_ids[starts[r] : starts[r] + num_pages[r]]`.
         starts: [num_rows] where each row's run begins.
-        num_pages: [num_rows] pages in use; 0 for a row that no sequence has, like all that follow.
+        num_pages: [num_rows] pages in use. Like all columns it means nothing in a row that no sequence has.
         num_tokens: [num_rows] tokens. Kept for the caller, not read here, like all that follow.
         num_indexed: [num_rows] leading pages that the prefix cache has seen.
         num_dead: [num_rows] leading pages that the group's window has passed.
@@ -105,11 +105,14 @@ class SequenceTable:
     def add(self, seq_id: Hashable, page_ids: npt.NDArray[np.integer] | memoryview, num_tokens: int) -> None:
         """Gives a new sequence a row that holds these pages."""
         count = len(page_ids)
-        start = self._claim(count)
+        start = self._end
+        if start + count > len(self._view):
+            start = self._claim(count)
+        self._end = end = start + count
         if type(page_ids) is memoryview:
-            self._view[start : start + count] = page_ids
+            self._view[start:end] = page_ids
         else:
-            self.page_ids[start : start + count] = page_ids
+            self.page_ids[start:end] = page_ids
         if not self._free_rows:
             self._double_rows()
         self._row_of_seq[seq_id] = row = self._free_rows.pop()
@@ -172,7 +175,6 @@ class SequenceTable:
         except KeyError:
             raise _unknown(seq_id) from None
         start, count, _, _, num_dead, _, _, shares, _ = _ROW.unpack_from(self._facts, row * _ROW.size)
-        _ROW.pack_into(self._facts, row * _ROW.size, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._free_rows.append(row)
         self._asked = None
         return self._view[start + num_dead : start + count], shares
@@ -214,14 +216,16 @@ class SequenceTable:
         So a copying collector works: each move of n entries and r rows is paid for by at least n + r entries added.
         Runs keep their spare room, or all would have to move again to grow.
         """
-        rooms = np.minimum(self._room, 2 * self.num_pages)
+        rows = self.all_rows()
+        rooms = np.minimum(self._room[rows], 2 * self.num_pages[rows])
         ends = np.cumsum(rooms)
         starts = ends - rooms
-        self._end = int(ends[-1])
-        page_ids = np.zeros(2 * (self._end + count + len(rooms)), np.int32)
-        page_ids[ragged_arange(starts, self.num_pages)] = self.page_ids[ragged_arange(self.starts, self.num_pages)]
+        self._end = int(ends[-1]) if len(ends) else 0
+        page_ids = np.zeros(2 * (self._end + count + len(self.starts)), np.int32)
+        counts = self.num_pages[rows]
+        page_ids[ragged_arange(starts, counts)] = self.page_ids[ragged_arange(self.starts[rows], counts)]
         self._use_pages(page_ids)
-        self.starts[:], self._room[:] = starts, rooms
+        self.starts[rows], self._room[rows] = starts, rooms
 
     def _double_rows(self) -> None:
         size = len(self.starts)
