@@ -134,7 +134,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         seq_id, free = self.new_id(), self.pages.num_free_pages
         argument = len(tokens) if as_count else tokens
         host = self.device if "offload" in self.kind else None
-        fits = self.pages.can_allocate(argument, keys=keys)
+        fits = self.pages.can_allocate(argument, keys=keys, host=host)
         hit = 0 if as_count else self.expected_hit(tokens, keys)
         if len(tokens) > self.max_tokens:
             assert not fits
