@@ -233,16 +233,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         if parent_id in self.swapped:
             return multiple()
         child_id, free = self.new_id(), self.pages.num_free_pages
-        if parent_id in self.promised and free == 0:
-            before = self.state()
-            try:
-                self.pages.fork(parent_id, child_id)
-            except OutOfPagesError:
-                assert self.state() == before
-                return multiple()
-        else:
+        reserves = self.pages._table.limit.item(self.pages._table.row(parent_id)) > 0
+        before = self.state()
+        try:
             self.pages.fork(parent_id, child_id)
-        assert self.pages.num_free_pages == free or parent_id in self.promised
+        except OutOfPagesError:
+            assert reserves  # the promise has to cover the copy of the last page
+            assert self.state() == before
+            return multiple()
+        assert self.pages.num_free_pages == free or reserves
         self.tokens[child_id], self.keys[child_id] = list(self.tokens[parent_id]), self.keys[parent_id]
         return child_id
 

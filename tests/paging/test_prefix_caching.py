@@ -8,6 +8,8 @@ import threading
 import numpy as np
 import pytest
 
+import jaxpaged
+
 from jaxpaged.paging import Key, OutOfPagesError, PageAllocator, PageCopy, PageGroup
 from jaxpaged.paging.digests import hash_pages, root_digest
 
@@ -29,7 +31,9 @@ def add_committed(pages, seq_id, tokens, **options):
 
 def test_digests_do_not_depend_on_the_hash_seed():
     code = (
-        "import numpy as np\n"
+        "import sys, types, numpy as np\n"
+        "sys.modules['jaxpaged'] = types.ModuleType('jaxpaged')\n"  # without its __init__, which imports JAX
+        f"sys.modules['jaxpaged'].__path__ = {list(jaxpaged.__path__)!r}\n"
         "from jaxpaged.paging import Key\n"
         "from jaxpaged.paging.digests import hash_pages, root_digest\n"
         "keys = [Key('adapter', 'x'), Key('image', b'i', 5)]\n"
