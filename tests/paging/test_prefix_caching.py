@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxpaged
-
 from jaxpaged.paging import Key, OutOfPagesError, PageAllocator, PageCopy, PageGroup
 from jaxpaged.paging.digests import hash_pages, root_digest
 
