@@ -440,6 +440,10 @@ def put_in_place(file: str, text: str, replacement: str, monkeypatch) -> None:
         for module in [m for n, m in sys.modules.items() if n.split(".")[0] in ("jaxpaged", "tests")]:
             for bound_as in [k for k, v in vars(module).items() if v is value]:
                 monkeypatch.setattr(module, bound_as, getattr(mutant, key))
+        if file in (SEQUENCES, STATE) and isinstance(value, type):  # others inherit from it
+            for method, function in vars(getattr(mutant, key)).items():
+                if isinstance(function, types.FunctionType):
+                    monkeypatch.setattr(value, method, function)
 
 
 @pytest.mark.parametrize(("file", "check"), CHECKS, ids=CHECKS.values())
