@@ -79,8 +79,7 @@ class PageFile:
             OSError: The file cannot be made, or the disk has no room for it; nothing is left of it then.
         """
         path = Path(path)
-        if path.exists() and not (path.is_file() and _is_page_file(path)):
-            raise FileExistsError(f"{path} is there and is not a file of pages. Remove it, or name another.")
+        check_replaceable(path)
         header = _HEADER.pack(_MAGIC, num_pages, page_nbytes, len(metadata))
         header += _CHECKSUM.pack(zlib.crc32(metadata, zlib.crc32(header)))
         # A new file in the place of an old one, whose owner may still have it mapped.
@@ -194,10 +193,16 @@ def _checksum(tag: npt.NDArray[np.uint8], row: npt.NDArray[np.uint8]) -> int:
     return zlib.crc32(row, zlib.crc32(tag))
 
 
-def _is_page_file(path: Path) -> bool:
-    with path.open("rb") as file:
-        start = file.read(len(_MAGIC))
-    return start == _MAGIC or start == b""
+def check_replaceable(path: Path) -> None:
+    """Raises FileExistsError where there is something else than a file of pages or an empty one."""
+    if not path.exists():
+        return
+    start = b"a directory"
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(len(_MAGIC))
+    if start not in (_MAGIC, b""):
+        raise FileExistsError(f"{path} is there and is not a file of pages. Remove it, or name another.")
 
 
 def _aligned(nbytes: int, alignment: int) -> int:
