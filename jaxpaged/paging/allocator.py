@@ -14,6 +14,7 @@ import numpy.typing as npt
 from jaxpaged.checks import as_count
 from jaxpaged.config import NULL_PAGE, cdiv
 from jaxpaged.paging.pool import OutOfPagesError, PagePool
+from jaxpaged.paging.reports import FREE, NULL, SHARED, USED, PoolSnapshot
 from jaxpaged.paging.tables import Rows, SequenceTable, ragged_arange
 
 TokenIds = list[int] | tuple[int, ...] | range | npt.NDArray[np.integer]
@@ -275,6 +276,22 @@ class PageAllocator:
             num_sequences=len(self._table),
             num_tokens=int(self._table.num_tokens.sum()),
             page_size=self._page_size,
+        )
+
+    def snapshot(self) -> PoolSnapshot:
+        """The whole pool in arrays. Costs a pass over it and its sequences."""
+        num_pages, seq_ids = self.num_pages, tuple(self._table._row_of_seq)
+        owner, fill = np.full(num_pages, -1, np.int32), np.zeros(num_pages, np.int32)
+        ref_count = np.array([self._pool.ref_count(i) for i in range(num_pages)], np.int32)
+        for i in reversed(range(len(seq_ids))):
+            ids = self.page_ids(seq_ids[i])
+            owner[ids] = i
+            left = self.seq_len(seq_ids[i]) - self._page_size * np.arange(len(ids))
+            fill[ids] = np.maximum(fill[ids], np.minimum(self._page_size, left))
+        state = np.select([ref_count > 1, ref_count == 1], [SHARED, USED], FREE).astype(np.uint8)
+        state[0] = NULL
+        return PoolSnapshot(
+            owner=owner, ref_count=ref_count, state=state, fill=fill, seq_ids=seq_ids, page_size=self._page_size
         )
 
     def _append_cost(self, row: int, num_tokens: int) -> tuple[int, bool]:
