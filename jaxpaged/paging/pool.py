@@ -1,7 +1,8 @@
-"""The pool: which pages are free, and how many owners each of the others has. It knows no sequences and no tokens.
+"""The pool: which pages are free, which keep a content worth finding again, and how many owners each of the others has.
 
-Both are numpy arrays and every call is vectorised over its pages, so that a call costs a few microseconds plus a few
-nanoseconds a page, however many pages the pool has.
+It knows no sequences and no tokens. All is numpy arrays and every call is vectorised over its pages, so that it costs a
+few microseconds plus a few nanoseconds a page, however many pages the pool has. The few pages of a short sequence go
+through memory views instead, whose entries Python reads several times faster than an array's.
 """
 
 from typing import SupportsIndex
@@ -10,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.checks import as_count
+from jaxpaged.paging.lru import LruQueue, PageIds
 
-PageIds = npt.NDArray[np.intp]
-"""Page ids inside `paging/`: indices, so of numpy's index type (any other is converted at each use, at 2 us a call)."""
+_FEW = 16
+"""Up to so many pages a Python loop over a memory view is faster than numpy's first call."""
 
 _ONE = np.ones((), np.int32)
 """numpy adds an array of its own type at once, and looks up the type of a Python 1 first."""
@@ -41,24 +43,30 @@ class OutOfPagesError(RuntimeError):
 
 
 class PagePool:
-    """A stack of free pages, and a reference count for each page. Page 0 (`config.NULL_PAGE`) is never handed out.
+    """Free pages, and a reference count for each page. Page 0 (`config.NULL_PAGE`) is never handed out.
 
-    The stack is last in, first out: `allocate(n)` straight after a `release` of n pages returns those pages, in the
-    same order.
+    A page is *in use* while it has owners. Without any it is free, in one of two ways: *plain*, on a stack (last in,
+    first out: `allocate(n)` straight after a `release` of n pages returns those pages, in the same order); or *cached*
+    where its content was marked by `keep`: in a queue, from which `evict` makes the least recently used ones plain.
 
     Args:
         num_pages: Pages of the pool, the null page included.
+        keeps_content: Whether pages can be marked to keep their content; it costs 13 bytes a page.
     """
 
-    __slots__ = ("_free", "_ref_counts", "_top")
+    __slots__ = ("_free", "_free_view", "_keeps_content", "_kept", "_lru", "_ref_counts", "_ref_view", "_top")
 
-    def __init__(self, num_pages: SupportsIndex):
+    def __init__(self, num_pages: SupportsIndex, *, keeps_content: bool = False):
         num_pages = as_count(num_pages, "`num_pages`, the null page included,", minimum=2)
-        # Free pages are _free[_top:], the next to be taken first: a stack that grows towards index 0, so that a run of
-        # pages enters and leaves it in order. A page is in it exactly when its count is 0, the null page apart.
-        self._free = np.arange(1, num_pages, dtype=np.intp)
+        # Plain pages are _free[_top:], the next to be taken first: a stack that grows towards index 0, so that a run of
+        # pages enters and leaves it in order. Others have an owner or are in `_lru`, the null page apart.
+        self._free = np.arange(1, num_pages, dtype=np.int32)
         self._top = 0
         self._ref_counts = np.zeros(num_pages + 1, np.int32)  # the last entry is a sentinel, always 0
+        self._free_view, self._ref_view = memoryview(self._free), memoryview(self._ref_counts)
+        self._keeps_content = keeps_content
+        self._lru = LruQueue(num_pages if keeps_content else 0)
+        self._kept = np.zeros(num_pages if keeps_content else 0, np.bool_)
 
     @property
     def num_pages(self) -> int:
@@ -66,22 +74,42 @@ class PagePool:
         return len(self._free) + 1
 
     @property
-    def num_free_pages(self) -> int:
-        """Pages that nobody owns, the null page not counted."""
+    def num_plain_pages(self) -> int:
+        """Free pages without content: what `allocate` can take."""
         return len(self._free) - self._top
 
+    @property
+    def num_cached_pages(self) -> int:
+        """Free pages that keep their content."""
+        return len(self._lru)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody owns, plain and cached ones, the null page not counted."""
+        return self.num_plain_pages + self.num_cached_pages
+
     def allocate(self, count: SupportsIndex) -> PageIds:
-        """Takes `count` free pages, with one owner each.
+        """Takes `count` plain pages, with one owner each.
 
         Raises:
-            OutOfPagesError: Fewer are free; none was taken.
+            OutOfPagesError: Fewer are plain; none was taken.
         """
         count = as_count(count, "`count`")
-        if count > self.num_free_pages:
-            raise OutOfPagesError(count, self.num_free_pages, "Allocation")
-        page_ids = self._free[self._top : self._top + count].copy()
-        self._top += count
-        self._ref_counts[page_ids] = 1
+        if count > self.num_plain_pages:
+            raise OutOfPagesError(count, self.num_plain_pages, "Allocation")
+        return np.array(self.take(count), np.intp)
+
+    def take(self, count: int) -> memoryview:
+        """`allocate` where it is sure that so many are plain. The ids are int32, valid until the next call."""
+        top = self._top
+        self._top = end = top + count
+        page_ids = self._free_view[top:end]
+        if count <= _FEW:
+            ref_counts = self._ref_view
+            for page_id in page_ids:
+                ref_counts[page_id] = 1
+        else:
+            self._ref_counts[self._free[top:end]] = 1
         return page_ids
 
     def retain(self, page_ids: npt.ArrayLike) -> None:
@@ -93,31 +121,112 @@ class PagePool:
         ids, counts = self._live(page_ids, "retain")
         self._ref_counts[ids] = counts + _ONE
 
-    def release(self, page_ids: npt.ArrayLike) -> None:
-        """Removes an owner from each of these pages; a page that has none left is free.
+    def release(self, page_ids: npt.ArrayLike, owners: int | npt.NDArray[np.integer] = 1) -> None:
+        """Removes an owner from each of these pages, or as many as it has at most; a page that has none left is free.
+
+        Of pages that keep their content, the last given is the first to be evicted.
 
         Raises:
             ValueError: A page is not allocated (a double free), or given twice; no count was changed.
         """
         ids, counts = self._live(page_ids, "release")
-        counts -= _ONE
+        counts -= _ONE if type(owners) is int and owners == 1 else np.asarray(owners, np.int32)
         self._ref_counts[ids] = counts
-        freed = ids[counts == 0] if np.count_nonzero(counts) else ids
-        self._top -= len(freed)
-        self._free[self._top : self._top + len(freed)] = freed
+        self._free_up(ids[counts == 0] if np.count_nonzero(counts) else ids)
+
+    def give_back(self, page_ids: memoryview) -> None:
+        """`release` of a sequence's pages, int32: known to be owned and distinct."""
+        count = len(page_ids)
+        if count > _FEW or self._keeps_content:
+            return self.release(np.frombuffer(page_ids, np.int32))
+        ref_counts = self._ref_view
+        for page_id in page_ids:
+            if ref_counts[page_id] != 1:
+                return self.release(np.frombuffer(page_ids, np.int32))
+        for page_id in page_ids:
+            ref_counts[page_id] = 0
+        top = self._top
+        self._top = start = top - count
+        self._free_view[start:top] = page_ids
+        return None
+
+    def claim(self, page_ids: PageIds, owners: int = 1) -> None:
+        """Adds an owner, or several, to pages that are in use or cached, each given once."""
+        self._lru.discard(page_ids[self._ref_counts[page_ids] == 0])
+        self._ref_counts[page_ids] += np.int32(owners)
+
+    def keep(self, page_ids: PageIds) -> None:
+        """Marks pages in use: once nobody owns them they are cached."""
+        self._kept[page_ids] = True
+
+    def forget(self, page_ids: PageIds) -> None:
+        """Takes the mark off; those that nobody owns become plain."""
+        self._kept[page_ids] = False
+        idle = page_ids[self._ref_counts[page_ids] == 0]
+        self._lru.discard(idle)
+        self._free_up(idle)
+
+    def evict(self, count: int) -> PageIds:
+        """Makes the `count` least recently used cached pages plain; there must be as many."""
+        page_ids = self._lru.pop(count)
+        self._kept[page_ids] = False
+        self._free_up(page_ids)
+        return page_ids
+
+    def take_cached(self, count: int) -> PageIds:
+        """Makes plain pages cached ones that nobody owns, to be evicted before all others, the last one first."""
+        page_ids = self._free[self._top : self._top + count].astype(np.intp)
+        self._top += count
+        self._kept[page_ids] = True
+        self._lru.push_front(page_ids[::-1])
+        return page_ids
 
     def ref_count(self, page_id: int) -> int:
         """How many owners a page has."""
-        return self._ref_counts.item(page_id)
+        return self._ref_view[page_id]
+
+    def ref_counts(self, page_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+        """[len(page_ids)] how many owners each page has."""
+        return self._ref_counts[page_ids]
+
+    def is_private(self, page_id: int) -> bool:
+        """Whether the page's one owner may write to it: nobody else has it, and nobody can find it."""
+        return self._ref_view[page_id] == 1 and not (self._keeps_content and self._kept.item(page_id))
+
+    def kept(self, page_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """[len(page_ids)] whether each page is marked to keep its content."""
+        return self._kept[page_ids] if self._keeps_content else np.zeros(len(page_ids), np.bool_)
+
+    def cached_pages(self) -> PageIds:
+        """The cached pages, the next to be evicted first. Costs a pass over their queue."""
+        return self._lru.page_ids()
+
+    def kept_pages(self) -> PageIds:
+        """All pages marked to keep their content, in use or cached. Costs a pass over the pool."""
+        return np.flatnonzero(self._kept)
+
+    def num_idle(self, page_ids: PageIds) -> int:
+        """How many of these pages nobody owns."""
+        return len(page_ids) - int(np.count_nonzero(self._ref_counts[page_ids]))
 
     def num_shared_pages(self) -> int:
         """Pages with more than one owner. Costs a pass over the pool."""
         return int(np.count_nonzero(self._ref_counts > 1))
 
+    def _free_up(self, page_ids: PageIds) -> None:
+        """Queues pages that lost their last owner, or puts them on the stack."""
+        if self._keeps_content:
+            kept = self._kept[page_ids]
+            self._lru.push(page_ids[kept][::-1])
+            page_ids = page_ids[~kept]
+        top = self._top
+        self._top = top - len(page_ids)
+        self._free[self._top : top] = page_ids
+
     def _live(self, page_ids: npt.ArrayLike, verb: str) -> tuple[PageIds, npt.NDArray[np.int32]]:
         """The ids as an index array, and their counts, once it is sure that all are allocated and none is repeated."""
         ids = np.asarray(page_ids)
-        if ids.dtype != np.intp:
+        if ids.dtype != np.intp:  # numpy would convert any other type at each use
             ids = ids.astype(np.intp, casting="same_kind") if ids.size else np.zeros(0, np.intp)
         # Clipped, a negative id reads the null page's count and one past the pool the sentinel's: both are 0.
         counts = self._ref_counts.take(ids, mode="clip")

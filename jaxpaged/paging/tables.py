@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MIN_ROWS = 1024
+_COLUMNS = ("starts", "num_pages", "num_tokens", "num_indexed", "num_dead", "num_reserved", "limit", "_room")
 
 Rows = npt.NDArray[np.intp]
 
@@ -26,18 +27,30 @@ class SequenceTable:
     Attributes:
         page_ids: int32, the flat array. Row r's pages are `page_ids[starts[r] : starts[r] + num_pages[r]]`.
         starts: [num_rows] where each row's run begins.
-        num_pages: [num_rows] pages in use; 0 for a row that no sequence has.
-        num_tokens: [num_rows] tokens; 0 for a row that no sequence has. Kept for the caller, not read here.
+        num_pages: [num_rows] pages in use; 0 for a row that no sequence has, like all that follow.
+        num_tokens: [num_rows] tokens. Kept for the caller, not read here, like all that follow.
+        num_indexed: [num_rows] leading pages that the prefix cache has seen.
+        num_dead: [num_rows] leading pages that the group's window has passed.
+        num_reserved: [num_rows] free pages promised to the sequence.
+        limit: [num_rows] the length up to which they are promised.
     """
 
-    __slots__ = ("_end", "_free_rows", "_room", "_row_of_seq", "num_pages", "num_tokens", "page_ids", "starts")
+    __slots__ = (*_COLUMNS, "_end", "_free_rows", "_row_of_seq", "page_ids")
+
+    page_ids: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.intp]
+    num_pages: npt.NDArray[np.intp]
+    num_tokens: npt.NDArray[np.intp]
+    num_indexed: npt.NDArray[np.intp]
+    num_dead: npt.NDArray[np.intp]
+    num_reserved: npt.NDArray[np.intp]
+    limit: npt.NDArray[np.intp]
+    _room: npt.NDArray[np.intp]  # length of the row's run, used or not
 
     def __init__(self):
         self.page_ids = np.zeros(2 * _MIN_ROWS, np.int32)
-        self.starts = np.zeros(_MIN_ROWS, np.intp)
-        self.num_pages = np.zeros(_MIN_ROWS, np.intp)
-        self.num_tokens = np.zeros(_MIN_ROWS, np.intp)
-        self._room = np.zeros(_MIN_ROWS, np.intp)  # length of the row's run, used or not
+        for column in _COLUMNS:
+            setattr(self, column, np.zeros(_MIN_ROWS, np.intp))
         self._end = 0  # page_ids[_end:] belongs to no row
         self._free_rows = list(range(_MIN_ROWS - 1, -1, -1))
         self._row_of_seq: dict[Hashable, int] = {}
@@ -62,6 +75,14 @@ class SequenceTable:
             return np.array([self._row_of_seq[seq_id] for seq_id in seq_ids], np.intp)
         except KeyError as error:
             raise _unknown(error.args[0]) from None
+
+    def all_rows(self) -> Rows:
+        """The rows of all live sequences, in the order of their making."""
+        return np.fromiter(self._row_of_seq.values(), np.intp, len(self._row_of_seq))
+
+    def seq_ids(self) -> tuple[Hashable, ...]:
+        """All live sequences, in the order of their making."""
+        return tuple(self._row_of_seq)
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
         """A row's page ids: a view, valid until the next call."""
@@ -99,14 +120,43 @@ class SequenceTable:
         self.page_ids[end - len(page_ids) : end] = page_ids
         self.num_pages[row] = total
 
+    def extend_many(self, rows: Rows, page_ids: npt.NDArray[np.integer], counts: npt.NDArray[np.intp]) -> None:
+        """`extend` of distinct rows: `page_ids` are the first row's `counts[0]`, then the second's, and so on."""
+        totals = self.num_pages[rows] + counts
+        moving = rows[totals > self._room[rows]]
+        if len(moving):
+            self._move(moving, np.maximum(totals[totals > self._room[rows]], 2 * self.num_pages[moving]))
+        self.page_ids[ragged_arange(self.starts[rows] + self.num_pages[rows], counts)] = page_ids
+        self.num_pages[rows] = totals
+
     def replace_last(self, row: int, page_id: int) -> None:
         """Puts another page in the place of a row's last one."""
         self.page_ids[self.starts.item(row) + self.num_pages.item(row) - 1] = page_id
+
+    def last_pages(self, rows: Rows) -> npt.NDArray[np.intp]:
+        """[len(rows)] the last page of each row; that of a row without any means nothing."""
+        return self.page_ids[self.starts[rows] + self.num_pages[rows] - 1].astype(np.intp)
+
+    def replace_lasts(self, rows: Rows, page_ids: npt.NDArray[np.integer]) -> None:
+        """`replace_last` of many rows."""
+        self.page_ids[self.starts[rows] + self.num_pages[rows] - 1] = page_ids
+
+    def replace_everywhere(self, page_id: int, other: int) -> None:
+        """Puts another page in the place of one, in all rows. Costs a pass over the flat array."""
+        self.page_ids[self.page_ids == page_id] = other  # also in entries that no row reads
+
+    def entries(self, rows: Rows) -> tuple[Rows, npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """For each page of each of these rows: the place of its row among them, its index there, its page id."""
+        counts = self.num_pages[rows]
+        indices = ragged_arange(np.zeros_like(counts), counts)
+        places = np.repeat(np.arange(len(rows)), counts)
+        return places, indices, self.page_ids[self.starts[rows][places] + indices].astype(np.intp)
 
     def remove(self, seq_id: Hashable) -> None:
         """Forgets a sequence; its row and its run are free for others."""
         row = self._row_of_seq.pop(seq_id)
         self.num_pages[row] = self.num_tokens[row] = self._room[row] = 0
+        self.num_indexed[row] = self.num_dead[row] = self.num_reserved[row] = self.limit[row] = 0
         self._free_rows.append(row)
 
     def window(self, rows: Rows, width: int, padding: int) -> npt.NDArray[np.int32]:
@@ -122,6 +172,15 @@ class SequenceTable:
         columns = np.arange(width, dtype=np.int32)
         np.copyto(table, padding, where=columns >= self.num_pages[rows, None].astype(np.int32))
         return table
+
+    def _move(self, rows: Rows, rooms: npt.NDArray[np.intp]) -> None:
+        """Moves runs to the flat array's end, where they get so much room."""
+        start = self._claim(int(rooms.sum()))
+        starts = start + np.cumsum(rooms) - rooms
+        counts = self.num_pages[rows]
+        self.page_ids[ragged_arange(starts, counts)] = self.page_ids[ragged_arange(self.starts[rows], counts)]
+        self.starts[rows] = starts
+        self._room[rows] = rooms
 
     def _claim(self, count: int) -> int:
         """Where a new run of `count` entries begins. Moves the other runs when the flat array is full."""
@@ -148,10 +207,8 @@ class SequenceTable:
     def _double_rows(self) -> None:
         size = len(self.starts)
         self._free_rows.extend(range(2 * size - 1, size - 1, -1))
-        self.starts, self.num_pages, self.num_tokens, self._room = (
-            np.concatenate([column, np.zeros(size, np.intp)])
-            for column in (self.starts, self.num_pages, self.num_tokens, self._room)
-        )
+        for column in _COLUMNS:
+            setattr(self, column, np.concatenate([getattr(self, column), np.zeros(size, np.intp)]))
 
 
 def _unknown(seq_id: Hashable) -> ValueError:
