@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jaxpaged.paging.allocator import PageAllocator
 from jaxpaged.paging.page_file import TAG_NBYTES, PageFile, PageFileError, check_replaceable
 from jaxpaged.paging.page_layout import PageLayout
 from jaxpaged.paging.reports import CachedPages
@@ -28,7 +29,7 @@ _BATCH_PAGES = 1024
 """Pages that are on their way at once. An import outside of a jitted step copies the pool; an export takes memory."""
 
 
-def save_prefix_cache(path: str | os.PathLike, pages: Any, cache: Any, *, model: str) -> int:
+def save_prefix_cache(path: str | os.PathLike, pages: PageAllocator, cache: Any, *, model: str) -> int:
     """Writes all cached prefixes and their keys and values to a file. Returns how many pages that were.
 
     Args:
@@ -59,11 +60,11 @@ def save_prefix_cache(path: str | os.PathLike, pages: Any, cache: Any, *, model:
     return len(cached.page_ids)
 
 
-def load_prefix_cache(path: str | os.PathLike, pages: Any, cache: Any, *, model: str) -> Any:
+def load_prefix_cache(path: str | os.PathLike, pages: PageAllocator, cache: Any, *, model: str) -> Any:
     """Reads the prefixes of a file into free pages, where later sequences find them. Returns the new cache.
 
-    Those that are cached already are skipped. When the pages or the import fail, `pages` forgets all it had cached,
-    rather than offer pages with nothing in them.
+    Those that are cached already are skipped, and those for which no page is plainly free; nothing is evicted for them.
+    When an import fails, `pages` forgets all it had cached, rather than offer pages with nothing in them.
 
     Args:
         path: A file by `save_prefix_cache`.
@@ -73,21 +74,17 @@ def load_prefix_cache(path: str | os.PathLike, pages: Any, cache: Any, *, model:
     Raises:
         PageFileError: The file is not one of a prefix cache, or of another version of the format, or it is damaged
             where it says what it holds.
-        ValueError: It was saved for another model, dtype, page size, shape of pages, groups or fixed scales.
+        ValueError: It was saved for another model, dtype, page size, shape of pages, groups or fixed scales; or `pages`
+            has no prefix caching.
         OSError: It cannot be read.
     """
     with PageFile.open(path) as file, ExitStack() as undo:
         saved, cached = _decode(file)
         layout = _layout(cache)
         _check_same(saved, _description(pages, cache, layout, model), file.path)
-        parents = _parent_positions(cached)
-        here = np.zeros(file.num_pages, bool)
         undo.callback(pages.reset)
         for batch in _batches(file.num_pages):
-            rows, here[batch] = file.read(_places(batch), cached.digests[batch])
-            for i in range(batch.start, batch.stop):
-                here[i] &= parents[i] < 0 or here[parents[i]]
-            whole = here[batch]
+            rows, whole = file.read(_places(batch), cached.digests[batch])
             page_ids = pages.adopt(_some(cached, _places(batch)[whole]))
             taken = page_ids > 0
             block = layout.unpack(rows[whole][taken])
@@ -101,7 +98,7 @@ def _layout(cache: Any) -> PageLayout:
     return PageLayout.of(cache.export_pages(np.zeros(0, np.int32)).to_host())
 
 
-def _description(pages: Any, cache: Any, layout: PageLayout, model: str) -> dict[str, Any]:
+def _description(pages: PageAllocator, cache: Any, layout: PageLayout, model: str) -> dict[str, Any]:
     """What must be the same where a file is loaded as it was where the file was saved."""
     if not isinstance(model, str):
         raise TypeError(f"`model` must be a str, the name of model and weights; got {type(model).__name__}.")
@@ -115,7 +112,7 @@ def _description(pages: Any, cache: Any, layout: PageLayout, model: str) -> dict
         "model": model,
         "page_size": pages.page_size,
         "pages": str(layout),
-        "groups": str(pages.groups),
+        "groups": [[group.name, group.sliding_window] for group in pages.groups],
         "fixed_scales": scales,
         "byte_order": sys.byteorder,
     }
@@ -157,12 +154,6 @@ def _decode(file: PageFile) -> tuple[dict[str, Any], CachedPages]:
         tokens = np.frombuffer(arrays, "<i4", -1, 2 * split).reshape(num_pages, -1).astype(np.int32)
     page_ids = np.zeros(num_pages, np.int32)
     return head, CachedPages(digests=digests, parents=parents, page_ids=page_ids, tokens=tokens)
-
-
-def _parent_positions(cached: CachedPages) -> list[int]:
-    """Where in the list each page's parent is, always before it; -1 for the first page of a prefix."""
-    position = {digest.tobytes(): i for i, digest in enumerate(cached.digests)}
-    return [position.get(parent.tobytes(), -1) for parent in cached.parents]
 
 
 def _some(cached: CachedPages, index: npt.NDArray[np.intp]) -> CachedPages:
