@@ -4,35 +4,53 @@
     {"verb": "add", "seq_id": "a", "token_ids": 40}
     {"verb": "append", "seq_id": "a", "num_tokens": 1}
 
-The first line is the pool; each later one a verb with its arguments, by the names that they have in `PageAllocator`.
+The first line is the pool; each later one a verb with its arguments, by the names that they have in `PageAllocator`. It
+holds the tokens of prompts where a prefix cache compares them.
 Sequence ids are numbers or strings. Only calls that succeeded are in a trace: a replay of a whole one fails nowhere.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import numpy as np
-
 from jaxpaged.paging.allocator import PageAllocator
+from jaxpaged.paging.groups import PageGroup
 from jaxpaged.paging.pool import OutOfPagesError
+from jaxpaged.paging.trace_values import AskedHost, from_json, to_json
 
 VERSION = 1
 VERBS = {
     "add": ("seq_id", "token_ids"),
     "append": ("seq_id", "num_tokens"),
+    "append_many": ("seq_ids", "num_tokens"),
+    "commit": ("seq_id", "token_ids"),
+    "advance": ("seq_id", "num_computed"),
     "fork": ("parent_id", "child_id"),
     "truncate": ("seq_id", "num_tokens"),
     "free": ("seq_id",),
+    "reserve": ("seq_id", "num_tokens"),
+    "swap_out": ("seq_id",),
+    "swap_in": ("seq_id",),
+    "pin": ("token_ids",),
+    "unpin": ("token_ids",),
+    "expire": ("now",),
+    "reset": (),
+    "invalidate": ("seq_id", "num_valid_tokens"),
+    "adopt": ("pages",),
 }
-"""The verbs that change an allocator, and those of their arguments that are recorded."""
+"""The verbs that change what an allocator decides, and their arguments."""
+
+OPTIONAL = {"add": ("keys", "host"), "pin": ("keys", "expires_at"), "unpin": ("keys",)}
+"""Further arguments, that a line may have."""
 
 _POOL = ("num_pages", "page_size")
+_OPTIONS = ("prefix_caching", "partial_hits", "max_pages_per_seq", "groups")
 
 
 class TraceError(ValueError):
@@ -71,15 +89,23 @@ class Trace:
         count = len(self.steps) if step is None else step
         if not 0 <= count <= len(self.steps):
             raise ValueError(f"`step` must be from 0 to {len(self.steps)}, the verbs of {self.name}; got {step}.")
-        pages = self._call(1, PageAllocator, self.pool)
+        with self._naming(1):
+            pages = PageAllocator(**self._options())
         for line, verb, arguments in self.steps[:count]:
-            self._call(line, getattr(pages, verb), arguments)
+            with self._naming(line):
+                getattr(pages, verb)(**{name: from_json(name, value) for name, value in arguments.items()})
         return pages
 
-    def _call(self, line: int, function: Any, arguments: Mapping[str, Any]) -> Any:
+    def _options(self) -> dict[str, Any]:
+        groups = self.pool.get("groups")
+        return self.pool | {"groups": None if groups is None else [PageGroup(*group) for group in groups]}
+
+    @contextlib.contextmanager
+    def _naming(self, line: int) -> Iterator[None]:
+        """Names the line where an argument is wrong or a verb is refused."""
         try:
-            return function(**arguments)
-        except (ValueError, TypeError, OutOfPagesError) as error:
+            yield
+        except (ValueError, TypeError, LookupError, AttributeError, OutOfPagesError) as error:
             raise TraceError(f"{self.name}, line {line}: {error}") from error
 
 
@@ -109,7 +135,7 @@ def parse_trace(lines: Iterable[str], name: str = "trace") -> Trace:
             f"writes it; got {_shortened(head)}."
         )
     pool = {key: value for key, value in head.items() if key != "trace"}
-    _check_names(pool, _POOL, _POOL, f"{name}, line {first_line}")
+    _check_names(pool, _POOL, _OPTIONS, f"{name}, line {first_line}")
     return Trace(name=name, pool=pool, steps=[_as_step(i, record, f"{name}, line {i}") for i, record in records[1:]])
 
 
@@ -134,7 +160,8 @@ class TraceRecorder:
             raise ValueError(f"`pages` must have no sequences yet, as a trace begins with none; got {num_sequences}.")
         self._pages = pages
         self._file = file
-        self._write({"trace": VERSION, **{name: getattr(pages, name) for name in _POOL}})
+        groups = [[group.name, group.sliding_window] for group in pages.groups]
+        self._write({"trace": VERSION} | pages.options | {"groups": groups})
 
     def __contains__(self, seq_id: object) -> bool:
         return seq_id in self._pages
@@ -148,9 +175,15 @@ class TraceRecorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             bound = inspect.signature(value).bind(*args, **kwargs)
             bound.apply_defaults()
-            line = {"verb": name} | {key: _as_json(bound.arguments[key], key) for key in VERBS[name]}
-            result = value(*args, **kwargs)
-            self._write(line)
+            arguments = bound.arguments
+            given = VERBS[name] + tuple(key for key in OPTIONAL.get(name, ()) if arguments[key])
+            if "host" in given:
+                arguments["host"] = AskedHost(arguments["host"])
+            record = {"verb": name} | {key: to_json(key, arguments[key]) for key in given}
+            result = value(*bound.args, **bound.kwargs)
+            if "host" in given:  # what it has shows when it is asked
+                record["host"] = to_json("host", arguments["host"])
+            self._write(record)
             return result
 
         return recorded
@@ -160,26 +193,29 @@ class TraceRecorder:
 
 
 def demo_trace() -> Trace:
-    """A small workload: chats that fork, grow and end in a pool of 96 pages."""
+    """A small workload: chats with one system prompt, that fork, grow and end in a pool of 96 pages."""
     steps: list[tuple[str, dict[str, Any]]] = []
 
     def do(verb: str, *arguments: Any) -> None:
         steps.append((verb, dict(zip(VERBS[verb], arguments, strict=True))))
 
-    for i, num_tokens in enumerate((150, 40, 215, 90, 33)):
-        do("add", f"chat {i}", num_tokens)
+    for i, num_tokens in enumerate((150, 75, 215, 90, 70)):
+        prompt = [*range(64), *range(1000 * (i + 1), 1000 * (i + 1) + num_tokens - 64)]
+        do("add", f"chat {i}", prompt)
+        do("commit", f"chat {i}", prompt)
     for i in range(3):
         do("fork", "chat 2", f"beam {i}")
         do("append", f"beam {i}", 30 + 20 * i)
-    do("free", "chat 1")
+    do("pin", [*range(64)])
     do("append", "chat 3", 25)
-    do("truncate", "chat 0", 120)
+    do("free", "chat 0")
+    do("truncate", "chat 3", 100)
     do("add", "chat 5", 75)
     do("free", "beam 1")
-    do("append", "chat 4", 3)
+    do("append_many", ["chat 1", "chat 4"], 6)
     return Trace(
         name="the demo",
-        pool={"num_pages": 96, "page_size": 16},
+        pool={"num_pages": 96, "page_size": 16, "prefix_caching": True},
         steps=[Step(i, *step) for i, step in enumerate(steps, 2)],
     )
 
@@ -198,24 +234,14 @@ def _as_step(line: int, record: dict[str, Any], where: str) -> Step:
     verb = record.pop("verb", None)
     if not isinstance(verb, str) or verb not in VERBS:
         raise TraceError(f"{where} must have a `verb` among {', '.join(VERBS)}; got {_shortened(verb)}.")
-    _check_names(record, VERBS[verb], VERBS[verb], f"{where}: {verb}")
+    _check_names(record, VERBS[verb], OPTIONAL.get(verb, ()), f"{where}: {verb}")
     return Step(line, verb, record)
 
 
-def _check_names(got: Mapping[str, Any], known: Iterable[str], required: Iterable[str], where: str) -> None:
-    if not set(required) <= set(got) <= set(known):
-        raise TraceError(f"{where} must have {', '.join(known)}; got {', '.join(got) or 'none'}.")
-
-
-def _as_json(value: Any, name: str) -> Any:
-    """The value as JSON can hold it, so that it comes back equal."""
-    if isinstance(value, np.ndarray | np.integer):
-        value = value.tolist()
-    if isinstance(value, list | tuple | range) and not name.endswith("_id"):
-        return [_as_json(item, name) for item in value]
-    if not isinstance(value, str | int):
-        raise TypeError(f"`{name}` must be of ints and strings to be in a trace; got {type(value).__name__}.")
-    return value
+def _check_names(got: Mapping[str, Any], required: Sequence[str], optional: Sequence[str], where: str) -> None:
+    if not set(required) <= set(got) <= {*required, *optional}:
+        may = f", and may have {', '.join(optional)}" if optional else ""
+        raise TraceError(f"{where} must have {', '.join(required) or 'nothing'}{may}; got {', '.join(got) or 'none'}.")
 
 
 def _shortened(value: Any) -> str:

@@ -49,12 +49,26 @@ def test_caption_of_an_empty_pool_has_no_fractions():
     assert caption(PageAllocator(1235, 16).snapshot()) == "1,235 pages of 16 tokens: 0 used, 1,234 free, 1 null."
 
 
-def test_caption_agrees_with_stats():
-    pages = demo_trace().replay()
-    stats = pages.stats()
-    text = caption(pages.snapshot())
-    assert f"{stats.num_used_pages} used ({stats.num_shared_pages} of them shared)" in text
-    assert f"Sharing saves {stats.num_saved_pages} of {stats.num_unshared_pages} pages" in text
+@pytest.mark.parametrize("step", [10, 16, None])
+def test_caption_agrees_with_the_allocator(step):
+    pages = demo_trace().replay(step)
+    snapshot = pages.snapshot()
+    text, sharing = caption(snapshot), pages.sharing(snapshot.seq_ids)
+    assert f" {sharing.num_held_pages} used" in text
+    assert f"Sharing saves {sharing.num_saved_pages} of {sharing.num_unshared_pages} pages" in text
+    assert f" {pages.num_free_pages - pages.stats().num_cached_pages} free" in text
+
+
+def test_snapshot_of_a_pin_counts_it_as_no_owner():
+    pages = PageAllocator(9, 4, prefix_caching=True)
+    pages.add("a", [1, 2, 3, 4, 5])
+    pages.commit("a", [1, 2, 3, 4])
+    pages.pin([1, 2, 3, 4])
+    assert pages.snapshot().state.tolist()[:3] == [NULL, USED, USED]
+    assert caption(pages.snapshot()).endswith("Sharing saves 0 of 2 pages (0%).")
+    pages.free("a")
+    assert pages.snapshot().state.tolist()[:3] == [NULL, PINNED, FREE]
+    assert caption(pages.snapshot()) == "9 pages of 4 tokens: 0 used, 1 pinned, 7 free, 1 null."
 
 
 def test_pool_text_has_a_letter_for_each_owner_and_a_capital_where_shared():

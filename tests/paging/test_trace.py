@@ -8,41 +8,72 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.paging import OutOfPagesError, PageAllocator
-from jaxpaged.paging.trace import TraceError, TraceRecorder, demo_trace, parse_trace, read_trace
+from jaxpaged.paging import Key, OutOfPagesError, PageAllocator, PageGroup
+from jaxpaged.paging.reports import CACHED, FREE, NULL, SHARED, USED
+from jaxpaged.paging.trace import OPTIONAL, VERBS, TraceError, TraceRecorder, demo_trace, parse_trace, read_trace
 
 HEAD = '{"trace": 1, "num_pages": 9, "page_size": 4}'
 
 
 def state_of(pages: PageAllocator) -> dict:
     snapshot = pages.snapshot()
+    cached = pages.cached_pages()
     return {
-        "sequences": {i: (pages.seq_len(i), pages.page_ids(i).tolist()) for i in snapshot.seq_ids},
+        "sequences": {i: (pages.seq_len(i), pages.page_ids(i, group="all").tolist()) for i in snapshot.seq_ids},
         "stats": pages.stats(),
         "state": snapshot.state.tolist(),
+        "cached": sorted(zip(cached.digests.tolist(), cached.page_ids.tolist(), strict=True)),
     }
 
 
-@given(
-    verbs=st.lists(
-        st.tuples(
-            st.sampled_from(["add", "append", "fork", "truncate", "free"]),
-            st.integers(0, 3),
-            st.one_of(st.integers(0, 20), st.lists(st.integers(0, 9), max_size=9)),
-        ),
-        max_size=30,
-    )
+SEQ_IDS = st.sampled_from([0, 1, "two"])
+TOKENS = st.lists(st.integers(0, 1), max_size=13)
+KEYS = st.sampled_from([(), (), (Key("adapter", "a"),), (Key("image", b"\x00\xff", 3), Key("tenant", 7))])
+HOSTS = st.sampled_from([None, None, "all"])
+CALLS = st.one_of(
+    st.tuples(st.just("add"), SEQ_IDS, TOKENS, st.fixed_dictionaries({"keys": KEYS, "host": HOSTS})),
+    st.tuples(st.just("add"), SEQ_IDS, st.integers(0, 20)),
+    st.tuples(st.just("commit"), SEQ_IDS, TOKENS),
+    st.tuples(st.sampled_from(["append", "truncate", "reserve", "advance", "invalidate"]), SEQ_IDS, st.integers(0, 9)),
+    st.tuples(st.just("append_many"), st.lists(SEQ_IDS, unique=True), st.integers(0, 3)),
+    st.tuples(st.just("fork"), SEQ_IDS, SEQ_IDS),
+    st.tuples(st.sampled_from(["free", "swap_out", "swap_in"]), SEQ_IDS),
+    st.tuples(
+        st.just("pin"), TOKENS, st.fixed_dictionaries({"keys": KEYS, "expires_at": st.sampled_from([None, 2.5])})
+    ),
+    st.tuples(st.just("unpin"), TOKENS, st.fixed_dictionaries({"keys": KEYS})),
+    st.tuples(st.just("expire"), st.floats(0, 5)),
+    st.tuples(st.just("reset")),
 )
-def test_replay_of_what_was_recorded_is_the_same_allocator(verbs):
+
+
+class HostOf:
+    """Host memory with every second content."""
+
+    def has(self, digest: bytes) -> bool:
+        return digest[0] % 2 == 0
+
+
+@given(calls=st.lists(CALLS, max_size=40), window=st.sampled_from([None, 6]), partial=st.booleans())
+def test_replay_of_what_was_recorded_is_the_same_allocator(calls, window, partial):
     file = io.StringIO()
-    pages = PageAllocator(12, 4)
+    pages = PageAllocator(
+        14,
+        4,
+        prefix_caching=True,
+        partial_hits=partial and window is None,
+        groups=[PageGroup("all", window)],
+        max_pages_per_seq=5,
+    )
     recorder = TraceRecorder(pages, file)
     states = [state_of(pages)]
-    for verb, seq_id, amount in verbs:
-        arguments = {"free": (seq_id,), "fork": (seq_id, seq_id + 1)}.get(verb, (seq_id, amount))
+    for verb, *arguments in calls:
+        options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+        if options.get("host"):
+            options = options | {"host": HostOf()}
         try:
-            getattr(recorder, verb)(*arguments)
-        except (ValueError, TypeError, OutOfPagesError):
+            getattr(recorder, verb)(*arguments, **options)
+        except (ValueError, OutOfPagesError):
             continue
         states.append(state_of(pages))
     trace = parse_trace(file.getvalue().splitlines())
@@ -50,6 +81,20 @@ def test_replay_of_what_was_recorded_is_the_same_allocator(verbs):
     for step, state in enumerate(states):
         assert state_of(trace.replay(step)) == state
     assert state_of(trace.replay()) == states[-1]
+
+
+@pytest.mark.parametrize("partial_hits", [False, True])
+def test_replay_of_adopted_pages_finds_them(partial_hits):
+    source = PageAllocator(9, 4, prefix_caching=True, partial_hits=partial_hits)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    source.add("a", tokens)
+    source.commit("a", tokens)
+    file = io.StringIO()
+    pages = PageAllocator(9, 4, prefix_caching=True, partial_hits=partial_hits)
+    TraceRecorder(pages, file).adopt(source.cached_pages())
+    replayed = parse_trace(file.getvalue().splitlines()).replay()
+    for allocator in (pages, replayed):
+        assert allocator.match([*tokens[:6], 0, 0]) == (6 if partial_hits else 4)
 
 
 def test_recorder_has_the_results_and_the_rest_of_the_allocator():
@@ -73,18 +118,21 @@ def test_recorder_writes_a_line_for_each_call_that_succeeded():
     pages.append("a")
     pages.append("a", 2)
     assert [json.loads(line) for line in file.getvalue().splitlines()] == [
-        {"trace": 1, "num_pages": 9, "page_size": 4},
+        {
+            "trace": 1, "num_pages": 9, "page_size": 4, "prefix_caching": False, "partial_hits": False,
+            "groups": [["full", None]], "max_pages_per_seq": None,
+        },
         {"verb": "add", "seq_id": "a", "token_ids": [0, 1, 2]},
         {"verb": "add", "seq_id": 7, "token_ids": 2},
         {"verb": "append", "seq_id": "a", "num_tokens": 1},
         {"verb": "append", "seq_id": "a", "num_tokens": 2},
-    ]
+    ]  # fmt: skip
 
 
 def test_recorder_refuses_an_id_that_a_trace_cannot_hold_and_changes_nothing():
     file = io.StringIO()
     pages = PageAllocator(9, 4)
-    with pytest.raises(TypeError, match=r"^`seq_id` must be of ints and strings to be in a trace; got tuple\.$"):
+    with pytest.raises(TypeError, match=r"^`seq_id` must be of numbers and strings to be in a trace; got tuple\.$"):
         TraceRecorder(pages, file).add((1, 2), 3)
     assert pages.stats().num_sequences == 0
     assert file.getvalue().count("\n") == 1
@@ -106,7 +154,15 @@ def test_recorder_of_an_allocator_in_use_is_refused():
         (["[1]"], r"^trace, line 1 must be a JSON object; got \[1\]\.$"),
         (['{"num_pages": 4}'], r'^trace, line 1 must be \{"trace": 1, .*, as TraceRecorder writes it; got \{"num_p'),
         (['{"trace": 2}'], r'^trace, line 1 must be \{"trace": 1, .*; got \{"trace": 2\}\.$'),
-        (['{"trace": 1, "num_pages": 4}'], r"^trace, line 1 must have num_pages, page_size; got num_pages\.$"),
+        (
+            ['{"trace": 1, "num_pages": 4}'],
+            r"^trace, line 1 must have num_pages, page_size, and may .*; got num_pages\.",
+        ),
+        ([HEAD, '{"verb": "reset", "hard": 1}'], r"^trace, line 2: reset must have nothing; got hard\.$"),
+        (
+            [HEAD, '{"verb": "unpin", "keys": []}'],
+            r"^trace, line 2: unpin must have token_ids, and may have keys; got k",
+        ),
         ([HEAD, "", "x"], r"^trace, line 3 must be JSON: Expecting value at column 1\.$"),
         ([HEAD, '{"verb": "steal"}'], r'^trace, line 2 must have a `verb` among add, append, .*; got "steal"\.$'),
         ([HEAD, '{"verb": ["add"]}'], r"^trace, line 2 must have a `verb` among add"),
@@ -129,12 +185,40 @@ def test_parse_of_a_bad_line_names_it(lines, message):
             [HEAD, '{"verb": "add", "seq_id": 1, "token_ids": 99}'],
             r"^trace, line 2: add of 99 tokens to sequence 1 needs",
         ),
+        ([HEAD[:-1] + ', "groups": [[]]}'], r"^trace, line 1: "),
+        ([HEAD, '{"verb": "adopt", "pages": {}}'], r"^trace, line 2: "),
+        ([HEAD, '{"verb": "adopt", "pages": 3}'], r"^trace, line 2: "),
+        (
+            [HEAD, '{"verb": "pin", "token_ids": [1], "keys": [["a", {"hex": "xy"}, 0]]}'],
+            r"^trace, line 2: non-hexadec",
+        ),
+        ([HEAD, '{"verb": "add", "seq_id": 1, "token_ids": [1], "host": 5}'], r"^trace, line 2: "),
         ([HEAD, '{"verb": "add", "seq_id": [], "token_ids": 9}'], r"^trace, line 2: .*unhashable"),
     ],
 )
 def test_replay_of_a_verb_that_is_refused_names_its_line(lines, message):
     with pytest.raises(TraceError, match=message):
         parse_trace(lines).replay()
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.integers(0, 5), st.floats(), st.text(max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=2)),
+    max_leaves=5,
+)
+
+
+@given(data=st.data(), verb=st.sampled_from(sorted(VERBS)), prefix_caching=st.booleans())
+def test_replay_of_any_json_runs_or_names_the_line(data, verb, prefix_caching):
+    arguments = {name: data.draw(JSON) for name in VERBS[verb]}
+    arguments |= {name: data.draw(JSON) for name in OPTIONAL.get(verb, ()) if data.draw(st.booleans())}
+    head = json.dumps({"trace": 1, "num_pages": 9, "page_size": 2, "prefix_caching": prefix_caching})
+    add = '{"verb": "add", "seq_id": 0, "token_ids": [1, 2, 3]}'
+    trace = parse_trace([head, add, json.dumps({"verb": verb, **arguments})])
+    try:
+        trace.replay()
+    except TraceError as error:
+        assert str(error).startswith("trace, line 3: ")
 
 
 @pytest.mark.parametrize("step", [-1, 3])
@@ -158,4 +242,4 @@ def test_read_trace_names_the_file(tmp_path):
 
 def test_demo_shows_every_state_of_a_page():
     trace = demo_trace()
-    assert set(trace.replay().snapshot().state.tolist()) == {0, 1, 2, 3}
+    assert set(trace.replay().snapshot().state.tolist()) == {FREE, NULL, USED, SHARED, CACHED}
