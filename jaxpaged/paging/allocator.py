@@ -73,7 +73,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         if not prefix_caching and (without := [name for name, on in options.items() if on]):
             raise ValueError(f"`{without[0]}` needs prefix_caching=True.")
         self._groups = check_groups(groups)
-        if partial_hits and (len(self._groups) > 1 or self._groups[0].sliding_window is not None):
+        if partial_hits and (len(self._groups) > 1 or any(g.sliding_window is not None for g in self._groups)):
             raise ValueError("`partial_hits` must be False where a group has a window or there are several groups.")
         if max_pages_per_seq is not None:
             max_pages_per_seq = as_count(max_pages_per_seq, "`max_pages_per_seq`", minimum=1)

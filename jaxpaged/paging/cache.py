@@ -6,14 +6,13 @@ before it, for whoever holds a page holds those before it, and gives them back i
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.paging.continuations import Continuations
-from jaxpaged.paging.digests import Digests, Key, as_bytes, as_digests, group_tag, iter_digests, root_digest
+from jaxpaged.paging.digests import Digests, Key, as_bytes, as_digests, group_tag, hash_pages, root_digest
 from jaxpaged.paging.groups import PageGroup, longest_hit
 from jaxpaged.paging.lru import PageIds
 from jaxpaged.paging.pool import PagePool
@@ -76,13 +75,6 @@ class PrefixCache:
         self._page_size = page_size
         self._given_up = np.zeros((4096, 2), np.uint64)  # a ring: the last contents that were evicted
 
-    def digests(
-        self, tokens: npt.NDArray[np.int32], keys: Sequence[Key], *, parent: bytes | None = None, first_page: int = 0
-    ) -> Digests:
-        """[full pages of `tokens`, 2] their digests, before any group's tag."""
-        parent = self.root if parent is None else parent
-        return as_digests(iter_digests(tokens, self._page_size, parent=parent, keys=keys, first_page=first_page))
-
     def tagged(self, chain: Digests, group: int) -> Digests:
         """Digests as they are in the index for a group; applied twice, as they were."""
         return chain ^ np.array([self.tags[group], 0], np.uint64)
@@ -91,19 +83,20 @@ class PrefixCache:
         self, tokens: npt.NDArray[np.int32], keys: Sequence[Key], max_pages: int, host: HostPages | None = None
     ) -> Hits:
         """The longest prefix of at most `max_pages` pages for which every group has what the next token sees."""
-        stream = islice(iter_digests(tokens, self._page_size, parent=self.root, keys=keys), max_pages)
-        chunks: list[Digests] = [np.zeros((0, 2), np.uint64)]
-        found: list[list[PageIds]] = [[np.zeros(0, np.intp)] for _ in self.groups]
-        size, missed = _FIRST_LOOK, False
-        while not missed and len(chain := as_digests(islice(stream, size))):
-            chunks.append(chain)
-            page_ids = [self._find_in_group(group, chain, host) for group in range(len(self.groups))]
+        chain = np.zeros((0, 2), np.uint64)
+        found = [np.zeros(0, np.intp) for _ in self.groups]
+        size, missed, parent = _FIRST_LOOK, False, self.root
+        while not missed and len(chain) < max_pages:
+            start, stop = len(chain), min(len(chain) + size, max_pages)
+            part = tokens[start * self._page_size : stop * self._page_size]
+            hashed = hash_pages(part, self._page_size, parent=parent, keys=keys, first_page=start)
+            page_ids = [self._find_in_group(group, hashed, host) for group in range(len(self.groups))]
             end = self._end_of_full_hits(page_ids)
-            for parts, ids in zip(found, page_ids, strict=True):
-                parts.append(ids[:end])
-            missed = end < len(chain)
+            found = [np.concatenate([before, ids[:end]]) for before, ids in zip(found, page_ids, strict=True)]
+            chain = np.concatenate([chain, hashed])
+            missed, parent = end < len(hashed), as_bytes(hashed[-1])
             size *= 4
-        return self._agreed([np.concatenate(parts) for parts in found], np.concatenate(chunks))
+        return self._agreed(found, chain)
 
     def closest(self, parent: Digests, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
         """The page after `parent` that begins with the most of `tokens`, and how many; only with continuations."""

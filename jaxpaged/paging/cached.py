@@ -7,7 +7,17 @@ import numpy.typing as npt
 
 from jaxpaged.config import cdiv
 from jaxpaged.paging.cache import PrefixCache
-from jaxpaged.paging.digests import Digests, Key, TokenIds, as_bytes, as_digests, as_tokens, check_keys
+from jaxpaged.paging.digests import (
+    Digests,
+    Key,
+    TokenIds,
+    as_bytes,
+    as_digests,
+    as_tokens,
+    check_keys,
+    hash_pages,
+    root_digest,
+)
 from jaxpaged.paging.lru import PageIds
 from jaxpaged.paging.pool import OutOfPagesError
 from jaxpaged.paging.reports import CachedPages, Eviction, PageCopy, PageEvent, PageExplanation, Restore
@@ -61,7 +71,7 @@ class CacheVerbs(PageState):
             reason = "prefix caching is off: PageAllocator(prefix_caching=True) turns it on"
             return [PageExplanation(i, False, 0, 0, reason) for i in range(num_pages)]
         num_hits = cache.find(tokens, keys, max(0, len(tokens) - 1) // self._page_size).num_pages
-        chain = cache.digests(tokens, keys)
+        chain = self._hash(tokens, keys)
         found = [cache.index.find(cache.tagged(chain, group)) for group in range(len(self._groups))]
         misses = np.flatnonzero(np.any([ids == 0 for ids in found], axis=0))
         first_miss = int(misses[0]) if len(misses) else num_pages
@@ -150,7 +160,7 @@ class CacheVerbs(PageState):
 
     @verb
     def take_copies(self) -> list[PageCopy]:
-        """The copies that `add` decided for partial hits; take them right after it, and run them as those of `append`."""
+        """The copies for partial hits; take them right after `add`, and run them in order with those of `append`."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -221,7 +231,7 @@ class CacheVerbs(PageState):
         hashed_from = first if before is not None else 0  # a window has passed the page before: hash from the start
         tokens = as_tokens(token_ids[hashed_from * self._page_size : end * self._page_size], _LABEL.format(seq_id))
         parent = cache.root if before is None else before
-        chain = cache.digests(tokens, keys, parent=parent, first_page=hashed_from)
+        chain = hash_pages(tokens, self._page_size, parent=parent, keys=keys, first_page=hashed_from)
         parents = np.concatenate([as_digests([parent]), chain[:-1]])
         chain, parents = chain[first - hashed_from :], parents[first - hashed_from :]
         tokens = tokens[(first - hashed_from) * self._page_size :].reshape(-1, self._page_size)
@@ -331,7 +341,7 @@ class CacheVerbs(PageState):
         where = "".join(f" in group {self._groups[lacking[0]].name!r}" for _ in self._groups[1:2])
         if cache.was_evicted(cache.tagged(chain[i : i + 1], lacking[0])):
             return "evicted" + where
-        if keys and cache.index.find(cache.tagged(cache.digests(tokens, ())[i : i + 1], lacking[0])).any():
+        if keys and cache.index.find(cache.tagged(self._hash(tokens, ())[i : i + 1], lacking[0])).any():
             return f"cached without `keys`, or under others{where}"
         if i > first_miss:
             return f"not cached{where}, nor is page {first_miss} before it"
@@ -339,9 +349,12 @@ class CacheVerbs(PageState):
 
     def _name_of(self, tokens: npt.NDArray[np.int32], keys: Sequence[Key]) -> bytes:
         """The digest of a prefix's last full page; the root's where it has none."""
-        assert self._cache is not None
-        chain = self._cache.digests(tokens, keys)
-        return as_bytes(chain[-1:]) if len(chain) else self._cache.root
+        chain = self._hash(tokens, keys)
+        return as_bytes(chain[-1]) if len(chain) else root_digest(self._page_size)
+
+    def _hash(self, tokens: npt.NDArray[np.int32], keys: Sequence[Key]) -> Digests:
+        """The digests of a prompt's full pages."""
+        return hash_pages(tokens, self._page_size, parent=root_digest(self._page_size), keys=keys)
 
     def _shorten_indexed(self, wrong: npt.NDArray[np.bool_]) -> list[int]:
         """Lets no sequence count a wrong page as indexed; the places of the sequences that hold one."""

@@ -29,8 +29,11 @@ class Continuations:
         """Notes pages, given the digests of those before them."""
         self.tokens[page_ids] = tokens
         buckets = self._buckets(parents)
-        self._recent[buckets, 1:] = self._recent[buckets, :-1]
-        self._recent[buckets, 0] = page_ids
+        while len(page_ids):  # in rounds, for several pages may fall into one bucket
+            first = np.unique(buckets, return_index=True)[1]
+            self._recent[buckets[first], 1:] = self._recent[buckets[first], :-1]
+            self._recent[buckets[first], 0] = page_ids[first]
+            page_ids, buckets = np.delete(page_ids, first), np.delete(buckets, first)
 
     def recent(self, parent: Digests) -> PageIds:
         """Pages that may continue `parent` [1, 2]: some may be another's by now, or another parent's of its bucket."""

@@ -8,7 +8,8 @@ for an accident or for a crafted prompt that hits another's pages.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from jaxpaged.checks import as_count
 
 DIGEST_BYTES = 16
+_HASHER = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 Digests = npt.NDArray[np.uint64]
 """[num_pages, 2]"""
@@ -46,9 +48,11 @@ class Key(NamedTuple):
 
 
 def _encode(part: str | int | bytes) -> bytes:
-    tag, text = {str: (b"s", str), int: (b"i", str), bytes: (b"b", bytes)}[type(part)]
-    data = part if text is bytes else str(part).encode()
-    return b"%b%d:%b" % (tag, len(data), data)  # pyright: ignore[reportOperatorIssue]
+    if isinstance(part, bytes):
+        tag, data = b"b", part
+    else:
+        tag, data = b"s" if isinstance(part, str) else b"i", str(part).encode()
+    return b"%b%d:%b" % (tag, len(data), data)
 
 
 def check_keys(keys: Iterable[Key]) -> tuple[Key, ...]:
@@ -86,28 +90,31 @@ def as_tokens(token_ids: TokenIds, label: str = "`token_ids`") -> npt.NDArray[np
     return tokens.astype(np.int32)
 
 
-def iter_digests(
+def hash_pages(
     tokens: npt.NDArray[np.int32], page_size: int, *, parent: bytes, keys: Sequence[Key] = (), first_page: int = 0
-) -> Iterator[bytes]:
-    """The digests of the full pages of `tokens`, one page at a time: who meets a miss need not hash the rest.
+) -> Digests:
+    """[full pages of `tokens`, 2] their digests. Costs about half a microsecond a page of 16.
 
     Args:
         tokens: From the first token of page `first_page` on.
         page_size: Tokens a page.
         parent: The digest of the page before.
-        keys: Of the whole sequence; those outside the pages hashed are not looked at.
+        keys: Of the whole sequence; those outside these pages are not looked at.
         first_page: Which page of its sequence the first one is.
     """
-    data = tokens.astype("<i4", copy=False).tobytes()
-    stride = 4 * page_size
+    num_full = len(tokens) // page_size * page_size
+    pages = struct.iter_unpack(f"{4 * page_size}s", tokens[:num_full].astype("<i4", copy=False).tobytes())
     extra = _keys_by_page(keys, page_size)
-    blake2b = hashlib.blake2b
-    for start in range(0, len(data) - stride + 1, stride):
-        page = parent + data[start : start + stride]
-        if extra:
-            page += extra.get(first_page + start // stride, b"")
-        parent = blake2b(page, digest_size=DIGEST_BYTES).digest()
-        yield parent
+    digests = []
+    new_hasher = _HASHER.copy  # a third faster than making each one from its arguments
+    for index, (page,) in enumerate(pages, first_page):
+        hasher = new_hasher()
+        hasher.update(parent + page)
+        if index in extra:
+            hasher.update(extra[index])
+        parent = hasher.digest()
+        digests.append(parent)
+    return as_digests(digests)
 
 
 def as_digests(digests: Iterable[bytes]) -> Digests:
@@ -116,7 +123,7 @@ def as_digests(digests: Iterable[bytes]) -> Digests:
 
 
 def as_bytes(digest: Digests) -> bytes:
-    """One or several digests as bytes."""
+    """One digest as bytes, or several one after the other."""
     return digest.astype("<u8", copy=False).tobytes()
 
 

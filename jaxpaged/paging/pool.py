@@ -138,12 +138,11 @@ class PagePool:
         """`release` of a sequence's pages, int32: known to be owned and distinct."""
         count = len(page_ids)
         if count > _FEW or self._keeps_content:
-            return self.release(np.frombuffer(page_ids, np.int32))
+            return self.release(np.asarray(page_ids))
         ref_counts = self._ref_view
         for page_id in page_ids:
             if ref_counts[page_id] != 1:
-                return self.release(np.frombuffer(page_ids, np.int32))
-        for page_id in page_ids:
+                return self._give_back_shared(page_ids, page_id)
             ref_counts[page_id] = 0
         top = self._top
         self._top = start = top - count
@@ -212,6 +211,14 @@ class PagePool:
     def num_shared_pages(self) -> int:
         """Pages with more than one owner. Costs a pass over the pool."""
         return int(np.count_nonzero(self._ref_counts > 1))
+
+    def _give_back_shared(self, page_ids: memoryview, first_shared: int) -> None:
+        """Goes on where a page turned out to have other owners: the pages before it have their one owner again."""
+        for page_id in page_ids:
+            if page_id == first_shared:
+                break
+            self._ref_view[page_id] = 1
+        self.release(np.asarray(page_ids))
 
     def _free_up(self, page_ids: PageIds) -> None:
         """Queues pages that lost their last owner, or puts them on the stack."""

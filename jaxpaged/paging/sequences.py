@@ -350,19 +350,13 @@ class SequenceVerbs(PageState):
 
     def _drop(self, row: int, seq_id: Hashable) -> None:
         """Forgets a sequence that holds pages."""
-        self._promise(row, 0)
-        self._keys.pop(row, None)
+        if self._num_reserved:
+            self._promise(row, 0)
+        if self._keys:
+            self._keys.pop(row, None)
         for table in self._tables:
-            self._pool.release(table.pages(row)[table.num_dead.item(row) :])
+            self._pool.give_back(table.held(row))
             table.remove(seq_id)
-
-    def _within(self, row: int, seq_id: Hashable, count: SupportsIndex, name: str) -> int:
-        """A count of tokens within a sequence's length."""
-        count = as_count(count, name + " for sequence {!r}", seq_id)
-        length = self._table.num_tokens.item(row)
-        if count > length:
-            raise ValueError(f"{name} must be <= {length}, the length of sequence {seq_id!r}; got {count}.")
-        return count
 
     def _check_windows(self, row: int, seq_id: Hashable, num_tokens: int) -> None:
         """Raises where a sequence cut to so many tokens would need pages that are gone."""

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from jaxpaged.checks import as_count
 from jaxpaged.config import cdiv
 from jaxpaged.paging.cache import PrefixCache
 from jaxpaged.paging.digests import Key
@@ -96,6 +97,14 @@ class PageState:
             first = np.unique(rows, return_index=True)[1]
             repeated = np.setdiff1d(np.arange(len(rows)), first)[0]
             raise ValueError(f"`seq_ids` of {verb} must be distinct; got {seq_ids[repeated]!r} twice.")
+
+    def _within(self, row: int, seq_id: Hashable, count: SupportsIndex, name: str) -> int:
+        """A count of tokens within a sequence's length."""
+        count = as_count(count, name + " for sequence {!r}", seq_id)
+        length = self._table.num_tokens.item(row)
+        if count > length:
+            raise ValueError(f"{name} must be <= {length}, the length of sequence {seq_id!r}; got {count}.")
+        return count
 
     def _group(self, name: str | None) -> int:
         """The place of a group; None means the only one."""

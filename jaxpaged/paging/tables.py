@@ -1,9 +1,11 @@
 """Which pages each live sequence holds, in order: one flat array for all of them. It knows no owners and no free pages.
 
 A step asks for thousands of sequences at once (page table, slot mapping), so a sequence is a row number, its facts are
-entries of a few arrays, and its page ids are one run of a flat array: whatever concerns many sequences is a gather.
+entries of a few columns, and its page ids are one run of a flat array: whatever concerns many sequences is a gather.
+What concerns one sequence goes through memory views, a whole row at once: numpy takes a microsecond a number.
 """
 
+import struct
 from collections.abc import Hashable, Iterable
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy.typing as npt
 
 _MIN_ROWS = 1024
 _COLUMNS = ("starts", "num_pages", "num_tokens", "num_indexed", "num_dead", "num_reserved", "limit", "_room")
+_ROW = struct.Struct(f"{len(_COLUMNS)}n")
 
 Rows = npt.NDArray[np.intp]
 
@@ -35,7 +38,7 @@ class SequenceTable:
         limit: [num_rows] the length up to which they are promised.
     """
 
-    __slots__ = (*_COLUMNS, "_end", "_free_rows", "_row_of_seq", "page_ids")
+    __slots__ = (*_COLUMNS, "_asked", "_end", "_facts", "_free_rows", "_row_of_seq", "_view", "page_ids")
 
     page_ids: npt.NDArray[np.int32]
     starts: npt.NDArray[np.intp]
@@ -48,10 +51,10 @@ class SequenceTable:
     _room: npt.NDArray[np.intp]  # length of the row's run, used or not
 
     def __init__(self):
-        self.page_ids = np.zeros(2 * _MIN_ROWS, np.int32)
-        for column in _COLUMNS:
-            setattr(self, column, np.zeros(_MIN_ROWS, np.intp))
+        self._use_pages(np.zeros(2 * _MIN_ROWS, np.int32))
+        self._use_facts(np.zeros((_MIN_ROWS, len(_COLUMNS)), np.intp))
         self._end = 0  # page_ids[_end:] belongs to no row
+        self._asked: tuple[list[Hashable], Rows] | None = None  # a step asks for the same sequences several times
         self._free_rows = list(range(_MIN_ROWS - 1, -1, -1))
         self._row_of_seq: dict[Hashable, int] = {}
 
@@ -70,11 +73,15 @@ class SequenceTable:
             raise _unknown(seq_id) from None
 
     def rows(self, seq_ids: Iterable[Hashable]) -> Rows:
-        """The rows of several sequences, in their order."""
-        try:
-            return np.array([self._row_of_seq[seq_id] for seq_id in seq_ids], np.intp)
-        except KeyError as error:
-            raise _unknown(error.args[0]) from None
+        """The rows of several sequences, in their order; not to be written to."""
+        seq_ids = list(seq_ids)
+        if self._asked is None or self._asked[0] != seq_ids:
+            try:
+                rows = np.array([self._row_of_seq[seq_id] for seq_id in seq_ids], np.intp)
+            except KeyError as error:
+                raise _unknown(error.args[0]) from None
+            self._asked = seq_ids, rows
+        return self._asked[1]
 
     def all_rows(self) -> Rows:
         """The rows of all live sequences, in the order of their making."""
@@ -89,22 +96,27 @@ class SequenceTable:
         start = self.starts.item(row)
         return self.page_ids[start : start + self.num_pages.item(row)]
 
+    def held(self, row: int) -> memoryview:
+        """The pages that a row's window has not passed, as a memory view, valid until the next call."""
+        start, count, _, _, num_dead, *_ = _ROW.unpack_from(self._facts, row * _ROW.size)
+        return self._view[start + num_dead : start + count]
+
     def last_page(self, row: int) -> int:
         """Page id of a row that has at least one."""
         return self.page_ids.item(self.starts.item(row) + self.num_pages.item(row) - 1)
 
-    def add(self, seq_id: Hashable, page_ids: npt.NDArray[np.integer], num_tokens: int) -> None:
+    def add(self, seq_id: Hashable, page_ids: npt.NDArray[np.integer] | memoryview, num_tokens: int) -> None:
         """Gives a new sequence a row that holds these pages."""
         count = len(page_ids)
         start = self._claim(count)
-        self.page_ids[start : start + count] = page_ids
+        if type(page_ids) is memoryview:
+            self._view[start : start + count] = page_ids
+        else:
+            self.page_ids[start : start + count] = page_ids
         if not self._free_rows:
             self._double_rows()
-        row = self._free_rows.pop()
-        self._row_of_seq[seq_id] = row
-        self.starts[row] = start
-        self.num_pages[row] = self._room[row] = count
-        self.num_tokens[row] = num_tokens
+        self._row_of_seq[seq_id] = row = self._free_rows.pop()
+        _ROW.pack_into(self._facts, row * _ROW.size, start, count, num_tokens, 0, 0, 0, 0, count)
 
     def extend(self, row: int, page_ids: npt.NDArray[np.integer]) -> None:
         """Adds pages at a row's end. A run too short for them moves to the flat array's end, with twice the room."""
@@ -155,9 +167,9 @@ class SequenceTable:
     def remove(self, seq_id: Hashable) -> None:
         """Forgets a sequence; its row and its run are free for others."""
         row = self._row_of_seq.pop(seq_id)
-        self.num_pages[row] = self.num_tokens[row] = self._room[row] = 0
-        self.num_indexed[row] = self.num_dead[row] = self.num_reserved[row] = self.limit[row] = 0
+        _ROW.pack_into(self._facts, row * _ROW.size, 0, 0, 0, 0, 0, 0, 0, 0)
         self._free_rows.append(row)
+        self._asked = None
 
     def window(self, rows: Rows, width: int, padding: int) -> npt.NDArray[np.int32]:
         """[len(rows), width] page ids of rows that have at most `width` pages each; a fresh array."""
@@ -202,13 +214,24 @@ class SequenceTable:
         self._end = int(ends[-1])
         page_ids = np.zeros(2 * (self._end + count + len(rooms)), np.int32)
         page_ids[ragged_arange(starts, self.num_pages)] = self.page_ids[ragged_arange(self.starts, self.num_pages)]
-        self.page_ids, self.starts, self._room = page_ids, starts, rooms
+        self._use_pages(page_ids)
+        self.starts[:], self._room[:] = starts, rooms
 
     def _double_rows(self) -> None:
         size = len(self.starts)
         self._free_rows.extend(range(2 * size - 1, size - 1, -1))
-        for column in _COLUMNS:
-            setattr(self, column, np.concatenate([getattr(self, column), np.zeros(size, np.intp)]))
+        facts = np.zeros((2 * size, len(_COLUMNS)), np.intp)
+        facts[:size] = np.asarray(self._facts)
+        self._use_facts(facts)
+
+    def _use_pages(self, page_ids: npt.NDArray[np.int32]) -> None:
+        self.page_ids, self._view = page_ids, memoryview(page_ids)
+
+    def _use_facts(self, facts: npt.NDArray[np.intp]) -> None:
+        """Makes the columns views of an array [num_rows, columns]."""
+        self._facts = memoryview(facts)
+        for column, name in enumerate(_COLUMNS):
+            setattr(self, name, facts[:, column])
 
 
 def _unknown(seq_id: Hashable) -> ValueError:
