@@ -11,7 +11,7 @@ from jaxpaged.paging.pool import OutOfPagesError
 from jaxpaged.paging.swap import SwapSpace
 
 
-def exchange(
+def exchange_pages(
     pages: PageAllocator, space: SwapSpace, cache: Any, seq_id: Hashable, num_prefix_tokens: int
 ) -> tuple[Any, int]:
     """Moves what `pages.add(seq_id, tokens, host=space)` decided: evicted pages out, and in those that it found there.

@@ -1,10 +1,11 @@
 """Swap space: pages that left the device, in host memory or in a file. It decides what stays; `KVCache` moves them.
 
-    block = cache.export_pages(pages.swap_out(seq_id)).to_host()
-    space.put_sequence(seq_id, block)
+    space.put_sequence(seq_id, cache.export_pages(pages.page_ids(seq_id)).to_host())
+    pages.swap_out(seq_id)  # once there was room for it
     ...
-    block = space.take_sequence(seq_id)
-    cache = cache.import_pages(pages.swap_in(seq_id), PageBlock.from_host(block))
+    page_ids = pages.swap_in(seq_id)
+    block = PageBlock.from_host(space.take_sequence(seq_id))
+    cache = cache.import_pages(page_ids, block)
 
 It holds whole sequences, which stay until they are taken, and single pages of evicted prefixes, which give way: to
 sequences, and to pages used later. Host memory is filled first, then the file. One owner: calls from two threads need a

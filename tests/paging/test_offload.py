@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jaxpaged.paging import OutOfPagesError, PageAllocator, PageGroup
-from jaxpaged.paging.offload import exchange
+from jaxpaged.paging.offload import exchange_pages
 from jaxpaged.paging.swap import SwapSpace
 
 PAGE_SIZE = 2
@@ -81,7 +81,7 @@ class OffloadMachine(RuleBasedStateMachine):
         except OutOfPagesError:
             return
         self.tokens[self.next_id] = tokens
-        self.cache, num_cached = exchange(self.pages, self.space, self.cache, self.next_id, num_cached)
+        self.cache, num_cached = exchange_pages(self.pages, self.space, self.cache, self.next_id, num_cached)
         self.compute(self.next_id, num_cached)
 
     @rule(data=st.data(), token=st.integers(0, 1))
@@ -93,7 +93,7 @@ class OffloadMachine(RuleBasedStateMachine):
             copies = self.pages.append(seq_id, 1)
         except OutOfPagesError:
             return
-        exchange(self.pages, self.space, self.cache, seq_id, 0)
+        exchange_pages(self.pages, self.space, self.cache, seq_id, 0)
         for src, dst in copies:
             self.cache.pool[:, dst] = self.cache.pool[:, src]
         self.tokens[seq_id].append(token)
@@ -132,7 +132,7 @@ class OffloadMachine(RuleBasedStateMachine):
         except OutOfPagesError:
             return
         self.swapped.remove(seq_id)
-        exchange(self.pages, self.space, self.cache, seq_id, 0)
+        exchange_pages(self.pages, self.space, self.cache, seq_id, 0)
         block = self.space.take_sequence(seq_id)
         num_kept = block["k"].shape[1]
         self.cache.import_pages(page_ids[:num_kept], block)
@@ -165,7 +165,7 @@ TestOffloadMachine.settings = settings(
 def add_and_free(pages, space, cache, seq_id, tokens) -> int:
     """Returns how many tokens came out of the cache or the space."""
     num_cached = pages.add(seq_id, tokens, host=space)
-    _, num_cached = exchange(pages, space, cache, seq_id, num_cached)
+    _, num_cached = exchange_pages(pages, space, cache, seq_id, num_cached)
     slots = pages.slot_mapping([seq_id], [len(tokens) - num_cached])
     cache.write(slots, kv_of(tokens)[num_cached:])
     pages.commit(seq_id, tokens)
@@ -181,7 +181,7 @@ def offload():
     return pages, SwapSpace(8), FakeCache(5)
 
 
-def test_exchange_brings_back_what_was_evicted(offload):
+def test_exchange_pages_brings_back_what_was_evicted(offload):
     first, second = [1] * 8, [2] * 8
     assert add_and_free(*offload, "a", first) == 0
     assert add_and_free(*offload, "b", second) == 0
@@ -190,7 +190,7 @@ def test_exchange_brings_back_what_was_evicted(offload):
     assert add_and_free(*offload, "b", second) == 6
 
 
-def test_exchange_reads_before_it_makes_room(offload):
+def test_exchange_pages_reads_before_it_makes_room(offload):
     """The space is full, and the pages wanted are those that it would give up for the evicted ones."""
     pages, _, cache = offload
     space = SwapSpace(4)
@@ -199,7 +199,7 @@ def test_exchange_reads_before_it_makes_room(offload):
     assert add_and_free(pages, space, cache, "a", [1] * 8) == 6
 
 
-def test_exchange_of_a_space_full_of_sequences_loses_the_evicted(offload):
+def test_exchange_pages_of_a_space_full_of_sequences_loses_the_evicted(offload):
     space = offload[1]
     space.put_sequence("big", {"k": np.zeros((1, 8, PAGE_SIZE), np.int64)})
     add_and_free(*offload, "a", [1] * 8)
@@ -209,7 +209,7 @@ def test_exchange_of_a_space_full_of_sequences_loses_the_evicted(offload):
 
 
 @pytest.mark.parametrize(("damaged", "expected"), [(0, 0), (1, 2), (2, 4)])
-def test_exchange_with_a_damaged_page_computes_from_there(tmp_path, damaged, expected):
+def test_exchange_pages_with_a_damaged_page_computes_from_there(tmp_path, damaged, expected):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     pages, cache = PageAllocator(5, PAGE_SIZE, prefix_caching=True, offload=True), FakeCache(5)
     with SwapSpace(0, file=tmp_path / "swap", num_file_pages=8) as space:
@@ -222,7 +222,7 @@ def test_exchange_with_a_damaged_page_computes_from_there(tmp_path, damaged, exp
     assert pages.match([*tokens, 0]) == 8
 
 
-def test_exchange_with_hybrid_groups_computes_from_the_first_page_lost_in_any(tmp_path):
+def test_exchange_pages_with_hybrid_groups_computes_from_the_first_page_lost_in_any(tmp_path):
     groups = [PageGroup("full"), PageGroup("window", 3)]
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     pages, cache = PageAllocator(11, PAGE_SIZE, prefix_caching=True, offload=True, groups=groups), FakeCache(11)
@@ -230,7 +230,7 @@ def test_exchange_with_hybrid_groups_computes_from_the_first_page_lost_in_any(tm
 
         def add(seq_id, tokens):
             num_cached = pages.add(seq_id, tokens, host=space)
-            _, num_cached = exchange(pages, space, cache, seq_id, num_cached)
+            _, num_cached = exchange_pages(pages, space, cache, seq_id, num_cached)
             pages.commit(seq_id, tokens)
             pages.free(seq_id)
             return num_cached
