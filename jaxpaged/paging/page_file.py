@@ -144,10 +144,10 @@ class PageFile:
         entries = self._entries[places]
         found &= (entries["tag"] == tags).all(axis=1) & tags.any(axis=1)
         for i in np.flatnonzero(found):
-            row = self._pages[places[i]].copy()  # checked and returned are the same bytes, whoever writes meanwhile
-            found[i] = _checksum(tags[i], row) == entries["checksum"][i]
-            if found[i]:
-                rows[i] = row
+            rows[i] = self._pages[places[i]]  # checked and returned are the same bytes, whoever writes meanwhile
+            found[i] = _checksum(tags[i], rows[i]) == entries["checksum"][i]
+            if not found[i]:
+                rows[i] = 0
         return rows, found
 
     def flush(self) -> None:

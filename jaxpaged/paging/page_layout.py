@@ -6,7 +6,7 @@ which numpy does not know (bfloat16, float8) and every NaN come back as they wer
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,17 +69,36 @@ class PageLayout:
 
     def pack(self, block: Block) -> Rows:
         """The pages of a block of this layout as rows; a fresh array."""
-        rows = np.empty((num_pages_of(block), self.nbytes), np.uint8)
-        for field, values in zip(self.fields, self._values(rows), strict=True):
-            values[:] = np.moveaxis(block[field.name].view(values.dtype), 1, 0)
+        every = range(num_pages_of(block))
+        rows = np.empty((len(every), self.nbytes), np.uint8)
+        self.copy_in(block, every, rows, every)
         return rows
 
     def unpack(self, rows: Rows) -> dict[str, npt.NDArray[Any]]:
-        """The block whose pages these rows are: fresh arrays, in C order."""
-        return {
-            field.name: np.moveaxis(values, 0, 1).copy().view(field.dtype)
-            for field, values in zip(self.fields, self._values(rows), strict=True)
-        }
+        """The block whose pages these rows are: fresh arrays."""
+        block, every = self.empty(len(rows)), range(len(rows))
+        self.copy_out(rows, every, block, every)
+        return block
+
+    def empty(self, num_pages: int) -> dict[str, npt.NDArray[Any]]:
+        """A block of so many pages, with anything in them."""
+        return {x.name: np.empty((x.shape[0], num_pages, *x.shape[1:]), x.dtype) for x in self.fields}
+
+    def copy_in(self, block: Block, pages: Iterable[int], rows: Rows, places: Iterable[int]) -> None:
+        """Copies pages of a block into rows: one by one, for memory that is claimed on the way costs more than that."""
+        pairs = list(zip(pages, places, strict=True))
+        for field, values in zip(self.fields, self._values(rows), strict=True):
+            source = block[field.name].view(values.dtype)
+            for page, place in pairs:
+                values[place] = source[:, page]
+
+    def copy_out(self, rows: Rows, places: Iterable[int], block: Block, pages: Iterable[int]) -> None:
+        """Copies rows into pages of a block."""
+        pairs = list(zip(pages, places, strict=True))
+        for field, values in zip(self.fields, self._values(rows), strict=True):
+            target = block[field.name].view(values.dtype)
+            for page, place in pairs:
+                target[:, page] = values[place]
 
     def _values(self, rows: Rows) -> list[npt.NDArray[np.unsignedinteger]]:
         """Views of the fields in `rows`, `[num_pages, *shape]`, as unsigned integers of the width of their values."""

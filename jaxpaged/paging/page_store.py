@@ -4,7 +4,9 @@ Both are made when the first page comes, for only then is it known how large a p
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,26 +63,33 @@ class PageStore:
         self._rows = np.empty((self.num_host_pages, layout.nbytes), np.uint8)
         self.layout = layout
 
-    def write(self, places: Places, rows: Rows) -> None:
-        """Puts pages in distinct places. Raises OSError when the file cannot take them."""
-        in_host = places < self.num_host_pages
-        self._rows[places[in_host]] = rows[in_host]
+    def write(self, places: Places, block: Block, pages: Sequence[int]) -> None:
+        """Puts some pages of a block in distinct places. Raises OSError when the file cannot take them."""
+        layout, chosen, in_host = self._prepared, np.array(pages, np.intp), places < self.num_host_pages
+        layout.copy_in(block, chosen[in_host], self._rows, places[in_host])
         if self._file is not None and not in_host.all():
             in_file = places[~in_host] - self.num_host_pages
             first = int(self._serials.max()) + 1
             self._serials[in_file] = np.arange(first, first + len(in_file), dtype=np.uint64)
-            self._file.write(in_file, self._tags(in_file), rows[~in_host])
+            rows = np.empty((len(in_file), layout.nbytes), np.uint8)
+            layout.copy_in(block, chosen[~in_host], rows, range(len(in_file)))
+            self._file.write(in_file, self._tags(in_file), rows)
 
-    def read(self, places: Places) -> tuple[Rows, npt.NDArray[np.bool_]]:
-        """The pages in these places, and which of them are what was written there."""
-        in_host = places < self.num_host_pages
-        rows = np.empty((len(places), self._rows.shape[1]), np.uint8)
-        rows[in_host] = self._rows[places[in_host]]
-        whole = in_host.copy()
-        if self._file is not None and not in_host.all():
-            in_file = places[~in_host] - self.num_host_pages
-            rows[~in_host], whole[~in_host] = self._file.read(in_file, self._tags(in_file))
-        return rows, whole
+    def read(self, places: Places) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.bool_]]:
+        """The pages in these places, as a block, and which of them are what was written there; the others are zeros."""
+        layout, whole = self._prepared, places < self.num_host_pages
+        block, in_host, elsewhere = layout.empty(len(places)), np.flatnonzero(whole), np.flatnonzero(~whole)
+        layout.copy_out(self._rows, places[in_host], block, in_host)
+        if self._file is not None and len(elsewhere):
+            in_file = places[elsewhere] - self.num_host_pages
+            rows, whole[elsewhere] = self._file.read(in_file, self._tags(in_file))
+            layout.copy_out(rows, range(len(rows)), block, elsewhere)
+        return block, whole
+
+    @property
+    def _prepared(self) -> PageLayout:
+        assert self.layout is not None  # pages are written after `prepare`, and read after they were written
+        return self.layout
 
     def close(self) -> None:
         """Gives back the memory and removes the file. Nothing may be written or read afterwards."""

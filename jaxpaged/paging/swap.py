@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.checks import as_count
-from jaxpaged.paging.page_layout import Block, PageLayout, Rows, num_pages_of
+from jaxpaged.paging.page_layout import Block, num_pages_of
 from jaxpaged.paging.page_store import PageStore, Places
 from jaxpaged.paging.pool import OutOfPagesError
 
@@ -127,7 +127,7 @@ class SwapSpace:
         if num_pages > self.num_free_pages:
             raise OutOfPagesError(num_pages, self.num_free_pages, f"swapping out sequence {seq_id!r}")
         self._store.prepare(block)
-        self._sequences[seq_id] = self._keep(block)
+        self._sequences[seq_id] = self._keep(block, range(num_pages))
 
     def take_sequence(self, seq_id: Hashable) -> dict[str, npt.NDArray[Any]]:
         """Gives a sequence's pages back and forgets them.
@@ -140,11 +140,10 @@ class SwapSpace:
             ValueError: The sequence is not here.
         """
         places = self._pop(seq_id)
-        rows, whole = self._store.read(places)
-        num_valid = int(np.logical_and.accumulate(whole).sum())
+        block, whole = self._store.read(places)
         self._num_lost += len(whole) - int(whole.sum())
         self._release(places.tolist())
-        return self._layout.unpack(rows[:num_valid])
+        return _chosen(block, np.logical_and.accumulate(whole))
 
     def drop(self, seq_id: Hashable) -> None:
         """Forgets a sequence. Raises ValueError when it is not here."""
@@ -173,7 +172,7 @@ class SwapSpace:
             raise OutOfPagesError(len(new), room, "keeping evicted pages")
         self._store.prepare(block)
         self._touch(held)  # what is given here is not what gives way to it
-        places = self._keep({name: x[:, list(new.values())] for name, x in block.items()})
+        places = self._keep(block, list(new.values()))
         self._prefixes.update(zip(new, places.tolist(), strict=True))
         self._touch(digests)
 
@@ -193,13 +192,13 @@ class SwapSpace:
         if self._store.layout is None:
             return {}, found
         here = [digest for digest in digests if digest in self._prefixes]
-        rows, whole = self._store.read(np.array([self._prefixes[digest] for digest in here], np.intp))
+        block, whole = self._store.read(np.array([self._prefixes[digest] for digest in here], np.intp))
         found[found] = whole
         lost = {digest for digest, is_whole in zip(here, whole, strict=True) if not is_whole}
         self._num_lost += len(lost)
         self.drop_pages(lost)
         self._touch(digest for digest in reversed(here) if digest not in lost)
-        return self._layout.unpack(rows[whole]), found
+        return _chosen(block, whole), found
 
     def drop_pages(self, digests: Iterable[bytes] | None = None) -> None:
         """Forgets pages of prefixes, those of them that are here; None forgets all."""
@@ -238,20 +237,14 @@ class SwapSpace:
     def _num_empty(self) -> int:
         return len(self._free_host) + len(self._free_file)
 
-    @property
-    def _layout(self) -> PageLayout:
-        assert self._store.layout is not None  # whoever asks has found a page
-        return self._store.layout
-
-    def _keep(self, block: Block) -> Places:
-        """Writes the pages of a block into places of their own. There is room for them, and memory."""
-        rows: Rows = self._layout.pack(block)
-        while self._num_empty < len(rows):
+    def _keep(self, block: Block, pages: Sequence[int]) -> Places:
+        """Writes some pages of a block into places of their own. There is room for them, and memory."""
+        while self._num_empty < len(pages):
             self._release([self._prefixes.popitem(last=False)[1]])
             self._num_evicted += 1
-        places = [(self._free_host or self._free_file).pop() for _ in rows]
+        places = [(self._free_host or self._free_file).pop() for _ in pages]
         try:
-            self._store.write(np.array(places, np.intp), rows)
+            self._store.write(np.array(places, np.intp), block, pages)
         except OSError:
             self._release(places)
             raise
@@ -269,6 +262,11 @@ class SwapSpace:
         if seq_id not in self._sequences:
             raise ValueError(f"`seq_id` must be a sequence that is here (put_sequence brings one); got {seq_id!r}.")
         return self._sequences.pop(seq_id)
+
+
+def _chosen(block: dict[str, npt.NDArray[Any]], mask: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[Any]]:
+    """The pages of a block for which the mask is true; the block itself where it is for all."""
+    return block if mask.all() else {name: x[:, mask] for name, x in block.items()}
 
 
 def _checked_digests(digests: Iterable[bytes]) -> list[bytes]:
