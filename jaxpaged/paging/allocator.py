@@ -22,7 +22,7 @@ from jaxpaged.paging.lru import PageIds
 from jaxpaged.paging.pool import PagePool
 from jaxpaged.paging.reports import HostPages, PageCopy, PageStats, PoolSnapshot, Restore, SharingStats
 from jaxpaged.paging.sequences import SequenceVerbs
-from jaxpaged.paging.state import SwappedSequence, taken, verb
+from jaxpaged.paging.state import SwappedSequence, second_thread, taken, verb
 from jaxpaged.paging.tables import SequenceTable
 
 
@@ -86,6 +86,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         self._swapped = {}
         self._copies, self._restores = [], []
         self._num_reserved = 0
+        self._is_simple = not prefix_caching and self._groups == check_groups(None) and max_pages_per_seq is None
         self._busy = False
 
     @property
@@ -123,7 +124,6 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         needed, idle = self._add_cost(count, self._find(num_tokens, count, check_keys(keys), None))
         return needed + idle <= self.num_free_pages
 
-    @verb
     def add(
         self,
         seq_id: Hashable,
@@ -148,23 +148,18 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             ValueError, TypeError: The id is taken, or the tokens are not one list, or their number is not a count, or
                 beyond `max_pages_per_seq`.
         """
-        if seq_id in self:
-            raise taken("seq_id", seq_id, self)
-        num_tokens = _num_tokens(token_ids, "`token_ids` of sequence {!r}, where it is their number,", seq_id)
-        self._check_limit(num_tokens, seq_id)
-        if self._cache is None and len(self._groups) == 1:
-            needed = -(-num_tokens // self._page_size)
-            self._require(needed, self.num_free_pages, "add", seq_id, num_tokens)
-            self._table.add(seq_id, self._pool.take(needed), num_tokens)
-            return 0
-        keys = check_keys(keys)
-        hits = self._find(token_ids, num_tokens, keys, host)
-        needed, idle = self._add_cost(num_tokens, hits)
-        self._require(needed, self.num_free_pages - idle, "add", seq_id, num_tokens)
-        self._place(seq_id, num_tokens, hits, needed)
-        if keys:
-            self._keys[self._table.row(seq_id)] = keys
-        return self._count_hits(token_ids, keys, seq_id, hits)
+        if self._busy:  # `verb` in place, for it would take as long as all the rest
+            raise second_thread("add")
+        self._busy = True
+        try:
+            if self._is_simple and type(token_ids) is int and token_ids >= 0 and seq_id not in self:
+                needed = -(-token_ids // self._page_size)
+                if needed <= self._pool.num_plain_pages - self._num_reserved:
+                    self._table.add(seq_id, self._pool.take(needed), token_ids)
+                    return 0
+            return self._add(seq_id, token_ids, check_keys(keys), host)
+        finally:
+            self._busy = False
 
     @verb
     def swap_out(self, seq_id: Hashable) -> npt.NDArray[np.int32]:
@@ -183,7 +178,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         swapped = SwappedSequence(
             num_tokens=self._table.num_tokens.item(row), num_dead=num_dead, keys=self._keys.get(row, ())
         )
-        self._drop(row, seq_id)
+        self._drop(seq_id)
         self._swapped[seq_id] = swapped
         return page_ids
 
@@ -220,13 +215,14 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
     def stats(self) -> PageStats:
         """Counts of pages, sequences and tokens. Costs a pass over the pool."""
         num_usable, cache = self._pool.num_pages - 1, self._cache
+        rows = self._table.all_rows()
         return PageStats(
             num_usable_pages=num_usable,
             num_used_pages=num_usable - self._pool.num_free_pages,
             num_shared_pages=self._pool.num_shared_pages(),
-            num_unshared_pages=sum(int(table.num_pages.sum() - table.num_dead.sum()) for table in self._tables),
+            num_unshared_pages=sum(int((table.num_pages - table.num_dead)[rows].sum()) for table in self._tables),
             num_sequences=len(self._table),
-            num_tokens=int(self._table.num_tokens.sum()),
+            num_tokens=int(self._table.num_tokens[rows].sum()),
             page_size=self._page_size,
             num_cached_pages=self._pool.num_cached_pages,
             num_reserved_pages=self._num_reserved,
@@ -259,7 +255,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             tokens = self._table.num_tokens[rows][places] - indices * self._page_size
             np.maximum.at(fill, page_ids, np.minimum(tokens, self._page_size).astype(np.int32))
         state = np.select(
-            [ref_count > 1, ref_count == 1, self._pool.ref_counts(every) > 0, kept],
+            [ref_count > 1, ref_count == 1, self._pool.all_ref_counts() > 0, kept],
             [reports.SHARED, reports.USED, reports.PINNED, reports.CACHED],
             reports.FREE,
         ).astype(np.uint8)
@@ -272,6 +268,22 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             seq_ids=self._table.seq_ids(),
             page_size=self._page_size,
         )
+
+    def _add(
+        self, seq_id: Hashable, token_ids: TokenIds | SupportsIndex, keys: tuple[Key, ...], host: HostPages | None
+    ) -> int:
+        """`add` in full: with all refusals, hits, groups and limits."""
+        if seq_id in self:
+            raise taken("seq_id", seq_id, self)
+        num_tokens = _num_tokens(token_ids, "`token_ids` of sequence {!r}, where it is their number,", seq_id)
+        self._check_limit(num_tokens, seq_id)
+        hits = self._find(token_ids, num_tokens, keys, host)
+        needed, idle = self._add_cost(num_tokens, hits)
+        self._require(needed, self.num_free_pages - idle, "add", seq_id, num_tokens)
+        self._place(seq_id, num_tokens, hits, needed)
+        if keys:
+            self._keys[self._table.row(seq_id)] = keys
+        return self._count_hits(token_ids, keys, seq_id, hits)
 
     def _find(
         self, token_ids: TokenIds | SupportsIndex, num_tokens: int, keys: tuple[Key, ...], host: HostPages | None
@@ -290,7 +302,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
     def _place(self, seq_id: Hashable, num_tokens: int, hits: Hits, needed: int) -> None:
         """Gives a new sequence its hits, and new pages for the rest and for what comes back from the host."""
         if hits.num_pages:
-            self._pool.claim(hits.here)
+            self._pool.share(hits.here)
         new = self._take_array(needed)
         num_new = cdiv(num_tokens, self._page_size) - hits.num_pages
         for group, (table, page_ids) in enumerate(zip(self._tables, hits.page_ids, strict=True)):

@@ -143,7 +143,7 @@ class PrefixCache:
 
     def pin(self, name: bytes, page_ids: PageIds, expires_at: float | None) -> None:
         """Owns indexed pages under a name, until `unpin` or until the time is up; takes the place of a pin before."""
-        self.pool.claim(page_ids)
+        self.pool.share(page_ids)
         self.unpin(name)
         self._pins[name] = page_ids.astype(np.int32), expires_at
 
@@ -151,7 +151,7 @@ class PrefixCache:
         """Gives up what is owned under a name; whether there was a pin."""
         pin = self._pins.pop(name, None)
         if pin is not None:
-            self.pool.release(pin[0])
+            self.pool.drop(pin[0].astype(np.intp))
         return pin is not None
 
     def expire(self, now: float) -> None:

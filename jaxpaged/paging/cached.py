@@ -293,16 +293,16 @@ class CacheVerbs(PageState):
         for page_id, twin in zip(mine[shared].tolist(), twins[shared].tolist(), strict=True):
             self._replace_for_all(table, page_id, twin)
         private = used & ~shared
-        self._pool.claim(twins[private])
-        self._pool.release(mine[private])
+        self._pool.share(twins[private])
+        self._pool.drop(mine[private])
         entries[private] = twins[private]
 
     def _replace_for_all(self, table: SequenceTable, page_id: int, twin: int) -> None:
         """Gives all forks that share a page another of the same content: what they share stays shared."""
         owners = self._pool.ref_count(page_id)
         table.replace_everywhere(page_id, twin)
-        self._pool.claim(np.array([twin]), owners)
-        self._pool.release([page_id], owners)
+        self._pool.share(np.array([twin]), owners)
+        self._pool.drop(np.array([page_id]), owners)
 
     def _partial_hit(
         self, tokens: npt.NDArray[np.int32], keys: Sequence[Key], num_pages: int, chain: Digests

@@ -11,7 +11,7 @@ from jaxpaged.config import NULL_PAGE, cdiv
 from jaxpaged.paging.lru import PageIds
 from jaxpaged.paging.pool import OutOfPagesError
 from jaxpaged.paging.reports import PageCopy
-from jaxpaged.paging.state import PageState, taken, verb
+from jaxpaged.paging.state import PageState, second_thread, taken, verb
 from jaxpaged.paging.tables import Rows, SequenceTable, ragged_arange
 
 
@@ -120,9 +120,11 @@ class SequenceVerbs(PageState):
         facts = self._table.num_tokens.item(row), self._table.num_indexed.item(row)
         for table in self._tables:
             page_ids, num_dead = table.pages(row).copy(), table.num_dead.item(row)
-            self._pool.retain(page_ids[num_dead:])
+            self._pool.share(page_ids[num_dead:].astype(np.intp))
+            table.shares[row] = 1
             table.add(child_id, page_ids, facts[0])
-            table.num_dead[table.row(child_id)] = num_dead
+            child = table.row(child_id)
+            table.num_dead[child], table.shares[child] = num_dead, 1
         child = self._table.row(child_id)
         self._table.num_indexed[child] = facts[1]
         if row in self._keys:
@@ -142,23 +144,28 @@ class SequenceVerbs(PageState):
         free_before = self._pool.num_free_pages
         num_kept = cdiv(num_tokens, self._page_size)
         for table in self._tables:
-            self._pool.release(table.pages(row)[max(num_kept, table.num_dead.item(row)) :])
+            self._pool.drop(table.pages(row)[max(num_kept, table.num_dead.item(row)) :].astype(np.intp))
             table.num_pages[row] = num_kept
         self._table.num_tokens[row] = num_tokens
         self._table.num_indexed[row] = min(self._table.num_indexed.item(row), num_tokens // self._page_size)
         self._settle(row, free_before)
 
-    @verb
     def free(self, seq_id: Hashable) -> None:
         """Forgets a sequence. Pages that no other sequence holds are free.
 
         Raises:
             ValueError: No such sequence (it may have been freed already).
         """
-        if self._swapped and seq_id in self._swapped:
-            del self._swapped[seq_id]
-        else:
-            self._drop(self._table.row(seq_id), seq_id)
+        if self._busy:  # as in `add`
+            raise second_thread("free")
+        self._busy = True
+        try:
+            if self._swapped and seq_id in self._swapped:
+                del self._swapped[seq_id]
+            else:
+                self._drop(seq_id)
+        finally:
+            self._busy = False
 
     @verb
     def reserve(self, seq_id: Hashable, num_tokens: SupportsIndex) -> None:
@@ -256,7 +263,7 @@ class SequenceVerbs(PageState):
         for table, copying in zip(self._tables, copies_last, strict=True):
             if copying:
                 copies.append(PageCopy(src=table.last_page(row), dst=page_ids.item(0)))
-                self._pool.release([copies[-1].src])
+                self._pool.drop(np.array([copies[-1].src]))
                 table.replace_last(row, copies[-1].dst)
                 page_ids = page_ids[1:]
             table.extend(row, page_ids[:added])
@@ -296,7 +303,7 @@ class SequenceVerbs(PageState):
     def _release_each(self, page_ids: PageIds) -> None:
         """Gives back one owner of each page for each time that it is given."""
         distinct, counts = np.unique(page_ids, return_counts=True)
-        self._pool.release(distinct, owners=counts)
+        self._pool.drop(distinct, counts)
 
     def _copying_rows(
         self, table: SequenceTable, rows: Rows, writes_last: npt.NDArray[np.bool_]
@@ -348,15 +355,18 @@ class SequenceVerbs(PageState):
             )
         self._promise(row, self._table.num_reserved.item(row) + private)
 
-    def _drop(self, row: int, seq_id: Hashable) -> None:
+    def _drop(self, seq_id: Hashable) -> None:
         """Forgets a sequence that holds pages."""
-        if self._num_reserved:
+        if self._num_reserved or self._keys:
+            row = self._table.row(seq_id)
             self._promise(row, 0)
-        if self._keys:
             self._keys.pop(row, None)
         for table in self._tables:
-            self._pool.give_back(table.held(row))
-            table.remove(seq_id)
+            page_ids, shares = table.remove(seq_id)
+            if shares or self._cache is not None:
+                self._pool.drop(np.array(page_ids, np.intp))
+            else:
+                self._pool.put(page_ids)
 
     def _check_windows(self, row: int, seq_id: Hashable, num_tokens: int) -> None:
         """Raises where a sequence cut to so many tokens would need pages that are gone."""

@@ -43,6 +43,7 @@ class PageState:
         "_cache",
         "_copies",
         "_groups",
+        "_is_simple",
         "_keys",
         "_max_pages",
         "_num_reserved",
@@ -58,6 +59,7 @@ class PageState:
     _cache: PrefixCache | None
     _copies: list[PageCopy]
     _groups: tuple[PageGroup, ...]
+    _is_simple: bool
     _keys: dict[int, tuple[Key, ...]]
     _max_pages: int | None
     _num_reserved: int
@@ -168,7 +170,7 @@ class PageState:
             if group.sliding_window is not None:
                 dead = self._passed_pages(group, table, row, num_computed)
                 if len(dead):
-                    self._pool.release(dead)
+                    self._pool.drop(dead.astype(np.intp))
                     table.num_dead[row] += len(dead)
                     dead[:] = 0
 
@@ -195,10 +197,7 @@ def verb(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], 
     @functools.wraps(method)
     def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._busy:  # nothing lets another thread run between this line and the next
-            raise RuntimeError(
-                f"`{method.__name__}` was called while another thread was inside the page manager. It has one owner: "
-                "let one thread make all calls, or put a lock around them."
-            )
+            raise second_thread(method.__name__)
         self._busy = True
         try:
             return method(self, *args, **kwargs)
@@ -206,6 +205,14 @@ def verb(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], 
             self._busy = False
 
     return guarded
+
+
+def second_thread(name: str) -> RuntimeError:
+    """The refusal of a verb that began inside another one."""
+    return RuntimeError(
+        f"`{name}` was called while another thread was inside the page manager. It has one owner: let one thread make "
+        "all calls, or put a lock around them."
+    )
 
 
 def swapped_out(seq_id: Hashable) -> ValueError:

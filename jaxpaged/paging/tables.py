@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MIN_ROWS = 1024
-_COLUMNS = ("starts", "num_pages", "num_tokens", "num_indexed", "num_dead", "num_reserved", "limit", "_room")
+_COLUMNS = ("starts", "num_pages", "num_tokens", "num_indexed", "num_dead", "num_reserved", "limit", "shares", "_room")
 _ROW = struct.Struct(f"{len(_COLUMNS)}n")
 
 Rows = npt.NDArray[np.intp]
@@ -30,12 +30,13 @@ class SequenceTable:
     Attributes:
         page_ids: int32, the flat array. Row r's pages are `page_ids[starts[r] : starts[r] + num_pages[r]]`.
         starts: [num_rows] where each row's run begins.
-        num_pages: [num_rows] pages in use; 0 for a row that no sequence has, like all that follow.
+        num_pages: [num_rows] pages in use. Like all columns it means nothing in a row that no sequence has.
         num_tokens: [num_rows] tokens. Kept for the caller, not read here, like all that follow.
         num_indexed: [num_rows] leading pages that the prefix cache has seen.
         num_dead: [num_rows] leading pages that the group's window has passed.
         num_reserved: [num_rows] free pages promised to the sequence.
         limit: [num_rows] the length up to which they are promised.
+        shares: [num_rows] 0 where no page has another owner; not 0 where one may have.
     """
 
     __slots__ = (*_COLUMNS, "_asked", "_end", "_facts", "_free_rows", "_row_of_seq", "_view", "page_ids")
@@ -48,6 +49,7 @@ class SequenceTable:
     num_dead: npt.NDArray[np.intp]
     num_reserved: npt.NDArray[np.intp]
     limit: npt.NDArray[np.intp]
+    shares: npt.NDArray[np.intp]
     _room: npt.NDArray[np.intp]  # length of the row's run, used or not
 
     def __init__(self):
@@ -96,11 +98,6 @@ class SequenceTable:
         start = self.starts.item(row)
         return self.page_ids[start : start + self.num_pages.item(row)]
 
-    def held(self, row: int) -> memoryview:
-        """The pages that a row's window has not passed, as a memory view, valid until the next call."""
-        start, count, _, _, num_dead, *_ = _ROW.unpack_from(self._facts, row * _ROW.size)
-        return self._view[start + num_dead : start + count]
-
     def last_page(self, row: int) -> int:
         """Page id of a row that has at least one."""
         return self.page_ids.item(self.starts.item(row) + self.num_pages.item(row) - 1)
@@ -108,15 +105,18 @@ class SequenceTable:
     def add(self, seq_id: Hashable, page_ids: npt.NDArray[np.integer] | memoryview, num_tokens: int) -> None:
         """Gives a new sequence a row that holds these pages."""
         count = len(page_ids)
-        start = self._claim(count)
+        start = self._end
+        if start + count > len(self._view):
+            start = self._claim(count)
+        self._end = end = start + count
         if type(page_ids) is memoryview:
-            self._view[start : start + count] = page_ids
+            self._view[start:end] = page_ids
         else:
-            self.page_ids[start : start + count] = page_ids
+            self.page_ids[start:end] = page_ids
         if not self._free_rows:
             self._double_rows()
         self._row_of_seq[seq_id] = row = self._free_rows.pop()
-        _ROW.pack_into(self._facts, row * _ROW.size, start, count, num_tokens, 0, 0, 0, 0, count)
+        _ROW.pack_into(self._facts, row * _ROW.size, start, count, num_tokens, 0, 0, 0, 0, 0, count)
 
     def extend(self, row: int, page_ids: npt.NDArray[np.integer]) -> None:
         """Adds pages at a row's end. A run too short for them moves to the flat array's end, with twice the room."""
@@ -164,12 +164,20 @@ class SequenceTable:
         places = np.repeat(np.arange(len(rows)), counts)
         return places, indices, self.page_ids[self.starts[rows][places] + indices].astype(np.intp)
 
-    def remove(self, seq_id: Hashable) -> None:
-        """Forgets a sequence; its row and its run are free for others."""
-        row = self._row_of_seq.pop(seq_id)
-        _ROW.pack_into(self._facts, row * _ROW.size, 0, 0, 0, 0, 0, 0, 0, 0)
+    def remove(self, seq_id: Hashable) -> tuple[memoryview, int]:
+        """Forgets a sequence; its row and its run are free for others.
+
+        Returns:
+            The pages that its window has not passed, valid until the next call, and whether others may have them too.
+        """
+        try:
+            row = self._row_of_seq.pop(seq_id)
+        except KeyError:
+            raise _unknown(seq_id) from None
+        start, count, _, _, num_dead, _, _, shares, _ = _ROW.unpack_from(self._facts, row * _ROW.size)
         self._free_rows.append(row)
         self._asked = None
+        return self._view[start + num_dead : start + count], shares
 
     def window(self, rows: Rows, width: int, padding: int) -> npt.NDArray[np.int32]:
         """[len(rows), width] page ids of rows that have at most `width` pages each; a fresh array."""
@@ -208,14 +216,16 @@ class SequenceTable:
         So a copying collector works: each move of n entries and r rows is paid for by at least n + r entries added.
         Runs keep their spare room, or all would have to move again to grow.
         """
-        rooms = np.minimum(self._room, 2 * self.num_pages)
+        rows = self.all_rows()
+        rooms = np.minimum(self._room[rows], 2 * self.num_pages[rows])
         ends = np.cumsum(rooms)
         starts = ends - rooms
-        self._end = int(ends[-1])
-        page_ids = np.zeros(2 * (self._end + count + len(rooms)), np.int32)
-        page_ids[ragged_arange(starts, self.num_pages)] = self.page_ids[ragged_arange(self.starts, self.num_pages)]
+        self._end = int(ends[-1]) if len(ends) else 0
+        page_ids = np.zeros(2 * (self._end + count + len(self.starts)), np.int32)
+        counts = self.num_pages[rows]
+        page_ids[ragged_arange(starts, counts)] = self.page_ids[ragged_arange(self.starts[rows], counts)]
         self._use_pages(page_ids)
-        self.starts[:], self._room[:] = starts, rooms
+        self.starts[rows], self._room[rows] = starts, rooms
 
     def _double_rows(self) -> None:
         size = len(self.starts)

@@ -70,7 +70,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         """All that the allocator can be asked, and the order in which it would hand out its pages."""
         sequences = {i: (self.pages.seq_len(i), tuple(self.pages.page_ids(i).tolist())) for i in self.tokens}
         pool = self.pages._pool
-        return sequences, self.pages.stats(), pool._free[pool._top :].tolist(), pool._ref_counts.tolist()
+        return sequences, self.pages.stats(), pool._free[pool._top :].tolist(), pool.all_ref_counts().tolist()
 
     # The verbs
 
