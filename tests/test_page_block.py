@@ -8,7 +8,7 @@ import pytest
 
 import jaxpaged as jp
 from jaxpaged import kv_cache
-from jaxpaged.paging.swap import SwapSpace
+from jaxpaged.paging import SwapSpace, exchange_pages
 
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 LAYERS, PAGES, HEADS, PAGE_SIZE, DIM = 2, 7, 2, 4, 8
@@ -52,6 +52,34 @@ def test_pages_swapped_out_and_in_elsewhere_are_bit_equal(tmp_path, dtype, num_h
     assert (back.k_scale is None) == (dtype in DTYPES[:3])
     elsewhere = make_cache(dtype).import_pages(np.array([1, 2, 3, 4]), back)
     assert_same_bits(elsewhere.export_pages(np.array([1, 2, 3, 4])), block)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_exchange_pages_of_a_cache_brings_back_the_same_bits(dtype):
+    pages = jp.PageAllocator(PAGES, PAGE_SIZE, prefix_caching=True, offload=True)
+    cache, space = make_cache(dtype), SwapSpace(8)
+
+    def add(seq_id, token):
+        """A prompt of six pages, all of one token. Returns how many were not computed."""
+        nonlocal cache
+        tokens = [token] * (6 * PAGE_SIZE)
+        num_cached = pages.add(seq_id, tokens, host=space)
+        cache, num_cached = exchange_pages(pages, space, cache, seq_id, num_cached)
+        k, v = np.random.default_rng(token).standard_normal((2, len(tokens), HEADS, DIM), np.float32)
+        slots = pages.slot_mapping([seq_id], [len(tokens) - num_cached])
+        for layer in range(LAYERS):
+            cache = cache.write(layer, jnp.asarray(k[num_cached:]), jnp.asarray(v[num_cached:]), slots)
+        pages.commit(seq_id, tokens)
+        block = cache.export_pages(pages.page_ids(seq_id))
+        pages.free(seq_id)
+        return num_cached, block
+
+    num_cached, block = add("a", 1)
+    assert num_cached == 0
+    assert add("b", 2)[0] == 0
+    num_cached, again = add("a", 1)
+    assert num_cached == 5 * PAGE_SIZE
+    assert_same_bits(again, block)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -166,6 +166,7 @@ def add_and_free(pages, space, cache, seq_id, tokens) -> int:
     """Returns how many tokens came out of the cache or the space."""
     num_cached = pages.add(seq_id, tokens, host=space)
     _, num_cached = exchange_pages(pages, space, cache, seq_id, num_cached)
+    assert pages.match(tokens) == num_cached  # nobody hits what is not there yet
     slots = pages.slot_mapping([seq_id], [len(tokens) - num_cached])
     cache.write(slots, kv_of(tokens)[num_cached:])
     pages.commit(seq_id, tokens)
