@@ -152,10 +152,11 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             raise second_thread("add")
         self._busy = True
         try:
-            if self._is_simple and type(token_ids) is int and token_ids >= 0 and seq_id not in self:
-                needed = -(-token_ids // self._page_size)
-                if needed <= self._pool.num_plain_pages - self._num_reserved:
-                    self._table.add(seq_id, self._pool.take(needed), token_ids)
+            if self._is_simple and type(token_ids) is int and token_ids >= 0:
+                table, pool, needed = self._table, self._pool, -(-token_ids // self._page_size)
+                is_new = seq_id not in table.row_of_seq and seq_id not in self._swapped
+                if is_new and needed <= pool.num_plain_pages - self._num_reserved:
+                    table.add(seq_id, pool.take(needed), token_ids)
                     return 0
             return self._add(seq_id, token_ids, check_keys(keys), host)
         finally:

@@ -71,7 +71,7 @@ class PageState:
     _tables: tuple[SequenceTable, ...]
 
     def __contains__(self, seq_id: Hashable) -> bool:
-        return seq_id in self._table or seq_id in self._swapped
+        return seq_id in self._table.row_of_seq or seq_id in self._swapped
 
     @property
     def num_free_pages(self) -> int:
@@ -222,5 +222,5 @@ def swapped_out(seq_id: Hashable) -> ValueError:
 
 def taken(name: str, seq_id: Hashable, state: PageState) -> ValueError:
     """The refusal of a name that a sequence has."""
-    what = "a live sequence" if seq_id in state._table else "a swapped sequence"
+    what = "a live sequence" if seq_id in state._table.row_of_seq else "a swapped sequence"
     return ValueError(f"`{name}` must be new; got {seq_id!r}, which is {what}. Free it first.")

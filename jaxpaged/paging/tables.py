@@ -28,6 +28,7 @@ class SequenceTable:
     """The rows. Every verb costs O(pages of that row), amortised, or O(pages returned).
 
     Attributes:
+        row_of_seq: The row of each live sequence; changed here only.
         page_ids: int32, the flat array. Row r's pages are `page_ids[starts[r] : starts[r] + num_pages[r]]`.
         starts: [num_rows] where each row's run begins.
         num_pages: [num_rows] pages in use. Like all columns it means nothing in a row that no sequence has.
@@ -39,7 +40,7 @@ class SequenceTable:
         shares: [num_rows] 0 where no page has another owner; not 0 where one may have.
     """
 
-    __slots__ = (*_COLUMNS, "_asked", "_end", "_facts", "_free_rows", "_row_of_seq", "_view", "page_ids")
+    __slots__ = (*_COLUMNS, "_asked", "_end", "_facts", "_free_rows", "_view", "page_ids", "row_of_seq")
 
     page_ids: npt.NDArray[np.int32]
     starts: npt.NDArray[np.intp]
@@ -58,19 +59,16 @@ class SequenceTable:
         self._end = 0  # page_ids[_end:] belongs to no row
         self._asked: tuple[list[Hashable], Rows] | None = None  # a step asks for the same sequences several times
         self._free_rows = list(range(_MIN_ROWS - 1, -1, -1))
-        self._row_of_seq: dict[Hashable, int] = {}
-
-    def __contains__(self, seq_id: Hashable) -> bool:
-        return seq_id in self._row_of_seq
+        self.row_of_seq: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         """Live sequences."""
-        return len(self._row_of_seq)
+        return len(self.row_of_seq)
 
     def row(self, seq_id: Hashable) -> int:
         """The sequence's row. Raises ValueError when there is none."""
         try:
-            return self._row_of_seq[seq_id]
+            return self.row_of_seq[seq_id]
         except KeyError:
             raise _unknown(seq_id) from None
 
@@ -79,7 +77,7 @@ class SequenceTable:
         seq_ids = list(seq_ids)
         if self._asked is None or self._asked[0] != seq_ids:
             try:
-                rows = np.array([self._row_of_seq[seq_id] for seq_id in seq_ids], np.intp)
+                rows = np.array([self.row_of_seq[seq_id] for seq_id in seq_ids], np.intp)
             except KeyError as error:
                 raise _unknown(error.args[0]) from None
             self._asked = seq_ids, rows
@@ -87,11 +85,11 @@ class SequenceTable:
 
     def all_rows(self) -> Rows:
         """The rows of all live sequences, in the order of their making."""
-        return np.fromiter(self._row_of_seq.values(), np.intp, len(self._row_of_seq))
+        return np.fromiter(self.row_of_seq.values(), np.intp, len(self.row_of_seq))
 
     def seq_ids(self) -> tuple[Hashable, ...]:
         """All live sequences, in the order of their making."""
-        return tuple(self._row_of_seq)
+        return tuple(self.row_of_seq)
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
         """A row's page ids: a view, valid until the next call."""
@@ -115,7 +113,7 @@ class SequenceTable:
             self.page_ids[start:end] = page_ids
         if not self._free_rows:
             self._double_rows()
-        self._row_of_seq[seq_id] = row = self._free_rows.pop()
+        self.row_of_seq[seq_id] = row = self._free_rows.pop()
         _ROW.pack_into(self._facts, row * _ROW.size, start, count, num_tokens, 0, 0, 0, 0, 0, count)
 
     def extend(self, row: int, page_ids: npt.NDArray[np.integer]) -> None:
@@ -171,7 +169,7 @@ class SequenceTable:
             The pages that its window has not passed, valid until the next call, and whether others may have them too.
         """
         try:
-            row = self._row_of_seq.pop(seq_id)
+            row = self.row_of_seq.pop(seq_id)
         except KeyError:
             raise _unknown(seq_id) from None
         start, count, _, _, num_dead, _, _, shares, _ = _ROW.unpack_from(self._facts, row * _ROW.size)
