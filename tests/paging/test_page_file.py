@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpaged.paging import page_file
 from jaxpaged.paging.page_file import PageFile, PageFileError
 
 NUM_PAGES, NBYTES = 6, 5000
@@ -58,7 +59,12 @@ def test_read_after_write_returns_the_pages_asked_for(written):
         assert found.tolist() == [True, False, True]
 
 
-def test_read_of_another_tag_finds_nothing(written):
+@pytest.mark.parametrize("collide", [False, True])
+def test_read_of_another_tag_finds_nothing(written, monkeypatch, collide):
+    if collide:  # with the checksum of what was never written, too
+        monkeypatch.setattr(page_file, "_checksum", lambda *_: 0)
+        with PageFile.create(written, NUM_PAGES, NBYTES) as file:
+            file.write(places(0, 1), make_tags(10, 11), make_rows(0, 1))
     with PageFile.open(written) as file:
         rows, found = file.read(places(0, 1, 5), make_tags(11, 10, 0))
     assert not found.any()

@@ -164,14 +164,32 @@ def test_file_that_was_cut_loses_its_pages_and_takes_new_ones(space, path):
     assert_same_bits(space.take_sequence("b"), make_block(7, seed=1))
 
 
-def test_two_spaces_on_one_file_never_read_the_other_ones_pages(path):
-    first, second = (SwapSpace(0, file=path, num_file_pages=2) for _ in range(2))
-    first.put_sequence("a", make_block(2, seed=1))
-    second.put_sequence("a", make_block(2, seed=2))
-    assert_same_bits(first.take_sequence("a"), make_block(2, seed=1))
-    assert_same_bits(second.take_sequence("a"), make_block(2, seed=2))
-    first.close()
-    second.close()
+def test_file_put_back_to_what_it_was_earlier_loses_its_pages(space, path):
+    space.put_sequence("a", make_block(7, seed=1))
+    earlier = path.read_bytes()
+    space.drop("a")
+    space.put_sequence("b", make_block(7, seed=2))
+    path.write_bytes(earlier)
+    assert_same_bits(space.take_sequence("b"), some_pages(make_block(7, seed=2), slice(3)))
+
+
+def test_file_with_the_pages_of_another_space_loses_its_own(path):
+    with SwapSpace(0, file=path, num_file_pages=2) as other:
+        other.put_sequence("a", make_block(2, seed=1))
+        theirs = path.read_bytes()
+    with SwapSpace(0, file=path, num_file_pages=2) as space:
+        space.put_sequence("a", make_block(2, seed=2))
+        path.write_bytes(theirs)
+        assert_same_bits(space.take_sequence("a"), make_block(0))
+
+
+def test_two_spaces_on_one_file_both_keep_their_pages(path):
+    """The second one makes a file of its own under the name; the first one's stays as long as it is open."""
+    with SwapSpace(0, file=path, num_file_pages=2) as first, SwapSpace(0, file=path, num_file_pages=2) as second:
+        first.put_sequence("a", make_block(2, seed=1))
+        second.put_sequence("a", make_block(2, seed=2))
+        assert_same_bits(first.take_sequence("a"), make_block(2, seed=1))
+        assert_same_bits(second.take_sequence("a"), make_block(2, seed=2))
 
 
 def test_write_to_a_file_that_fails_keeps_nothing(space, path, monkeypatch):
