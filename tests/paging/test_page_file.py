@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxpaged
 from jaxpaged.paging import page_file
 from jaxpaged.paging.page_file import PageFile, PageFileError
 
@@ -123,35 +125,35 @@ def test_file_truncated_while_it_is_open_misses_pages_and_can_be_written_again(p
 
 
 KILLED = """
-import os, sys
+import os, sys, types
 import numpy as np
+
+package = types.ModuleType("jaxpaged")  # without its __init__, for JAX takes seconds to import
+package.__path__ = [sys.argv[3]]
+sys.modules["jaxpaged"] = package
 from jaxpaged.paging.page_file import PageFile
-from tests.paging.test_page_file import *
 
-stop_at = sys.argv[2]
-file = PageFile.create(sys.argv[1], NUM_PAGES, NBYTES)
-file.write(places(0, 1), make_tags(1, 2), make_rows(1, 2))
+path, stop_at, rows = sys.argv[1], sys.argv[2], np.load(sys.argv[1] + ".npy")
+file = PageFile.create(path, 6, rows.shape[1])
+tags = np.repeat(np.array([[1], [2], [3], [4]], np.uint8), 16, axis=1)
+file.write(np.array([0, 1]), tags[:2], rows[:2])
 
-def torn(places, rows):
-    file._pages[places, : NBYTES // 2] = rows[:, : NBYTES // 2]
+def killed(self, *arguments):
+    if stop_at == "torn":
+        places, rows = arguments
+        self._pages[places, : rows.shape[1] // 2] = rows[:, : rows.shape[1] // 2]
     os._exit(9)
 
-def killed(*_):
-    os._exit(9)
-
-if stop_at == "pages":
-    PageFile._write_pages = killed
-elif stop_at == "torn":
-    PageFile._write_pages = lambda self, *arguments: torn(*arguments)
-elif stop_at == "entries":
-    PageFile._write_entries = killed
-file.write(places(1, 2), make_tags(3, 4), make_rows(3, 4))
+setattr(PageFile, "_write_entries" if stop_at == "entries" else "_write_pages", killed)
+file.write(np.array([1, 2]), tags[2:], rows[2:])
 """
 
 
 @pytest.mark.parametrize("stop_at", ["pages", "torn", "entries"])
 def test_read_after_a_process_was_killed_in_a_write_misses_these_pages_only(path, stop_at):
-    done = subprocess.run([sys.executable, "-c", KILLED, path, stop_at], check=False)
+    np.save(f"{path}.npy", make_rows(1, 2, 3, 4))
+    package = Path(jaxpaged.__file__).parent
+    done = subprocess.run([sys.executable, "-c", KILLED, path, stop_at, package], check=False)
     assert done.returncode == 9
     with PageFile.open(path) as file:
         rows, found = file.read(places(0, 1, 1, 2), make_tags(1, 2, 3, 4))

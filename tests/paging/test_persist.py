@@ -274,6 +274,13 @@ def test_save_that_fails_leaves_the_old_file_and_nothing_else(path, saved, monke
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_save_leaves_the_old_file_to_whoever_reads_it(path, saved):
+    with PageFile.open(path) as reader:
+        save_prefix_cache(path, make_pages(SHORT), make_cache(), model="qwen")
+        _, found = reader.read(np.arange(5), saved[0].cached_pages().digests)
+    assert found.all()
+
+
 def test_save_replaces_a_page_file_and_nothing_else(path, saved, tmp_path):
     save_prefix_cache(path, make_pages(SHORT), filled_cache(), model="qwen")
     elsewhere = make_pages()
