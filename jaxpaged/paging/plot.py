@@ -178,7 +178,7 @@ def _image(cells: _Cells, columns: int) -> npt.NDArray[np.float64]:
     size, num_cells = _CELL_PIXELS, len(cells.state)
     height = np.arange(size, 0, -1) / size  # of each row of pixels above the bottom of its cell
     has_tokens = np.isin(cells.state, (USED, SHARED, CACHED))
-    filled = (height <= cells.fill[:, None] + 0.5 / size) | ~has_tokens[:, None]
+    filled = (height <= cells.fill[:, None]) | ~has_tokens[:, None]
     colours = _colours(cells)[:, None, :]
     rows = np.where(filled[..., None], colours, 0.25 * colours + 0.75)  # [num_cells, size, 3]
     squares = np.repeat(rows[:, :, None], size, axis=2)

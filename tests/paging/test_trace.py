@@ -15,11 +15,11 @@ from jaxpaged.paging.trace import OPTIONAL, VERBS, TraceError, TraceRecorder, de
 HEAD = '{"trace": 1, "num_pages": 9, "page_size": 4}'
 
 
-def state_of(pages: PageAllocator) -> dict:
+def state_of(pages: PageAllocator, group: str = "all") -> dict:
     snapshot = pages.snapshot()
     cached = pages.cached_pages()
     return {
-        "sequences": {i: (pages.seq_len(i), pages.page_ids(i, group="all").tolist()) for i in snapshot.seq_ids},
+        "sequences": {i: (pages.seq_len(i), pages.page_ids(i, group=group).tolist()) for i in snapshot.seq_ids},
         "stats": pages.stats(),
         "state": snapshot.state.tolist(),
         "cached": sorted(zip(cached.digests.tolist(), cached.page_ids.tolist(), strict=True)),
@@ -81,6 +81,20 @@ def test_replay_of_what_was_recorded_is_the_same_allocator(calls, window, partia
     for step, state in enumerate(states):
         assert state_of(trace.replay(step)) == state
     assert state_of(trace.replay()) == states[-1]
+
+
+class FullHost:
+    def has(self, digest: bytes) -> bool:
+        return True
+
+
+def test_replay_of_what_was_found_on_the_host_finds_it_again():
+    file = io.StringIO()
+    pages = PageAllocator(9, 4, prefix_caching=True)
+    assert TraceRecorder(pages, file).add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], host=FullHost()) == 8
+    replayed = parse_trace(file.getvalue().splitlines()).replay()
+    assert [restore.page_id for restore in replayed.take_restores()] == [1, 2]
+    assert state_of(replayed, "full") == state_of(pages, "full")
 
 
 @pytest.mark.parametrize("partial_hits", [False, True])
