@@ -116,12 +116,14 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             "max_pages_per_seq": self._max_pages,
         }
 
-    def can_allocate(self, num_tokens: TokenIds | SupportsIndex, *, keys: Iterable[Key] = ()) -> bool:
+    def can_allocate(
+        self, num_tokens: TokenIds | SupportsIndex, *, keys: Iterable[Key] = (), host: HostPages | None = None
+    ) -> bool:
         """Whether `add` of a sequence with so many tokens, or with these, would find its pages now."""
         count = _num_tokens(num_tokens, "`num_tokens`")
         if self._max_pages is not None and count > self._max_pages * self._page_size:
             return False
-        needed, idle = self._add_cost(count, self._find(num_tokens, count, check_keys(keys), None))
+        needed, idle = self._add_cost(count, self._find(num_tokens, count, check_keys(keys), host))
         return needed + idle <= self.num_free_pages
 
     def add(
@@ -281,10 +283,21 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         hits = self._find(token_ids, num_tokens, keys, host)
         needed, idle = self._add_cost(num_tokens, hits)
         self._require(needed, self.num_free_pages - idle, "add", seq_id, num_tokens)
-        self._place(seq_id, num_tokens, hits, needed)
+        if self._cache is None or not isinstance(token_ids, np.ndarray | list | tuple | range):
+            self._place(seq_id, num_tokens, hits, needed)
+            num_hit = 0
+        else:
+            # Found before pages are taken: the page to copy from may be one of them, and keeps its content until then.
+            page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
+            self._place(seq_id, num_tokens, hits, needed)
+            if in_part:
+                self._copies.append(PageCopy(page_id, self.page_ids(seq_id).item(hits.num_pages)))
+            num_hit = hits.num_pages * self._page_size + in_part
+            self._cache.num_hit_tokens += num_hit
+            self._cache.num_missed_tokens += num_tokens - num_hit
         if keys:
             self._keys[self._table.row(seq_id)] = keys
-        return self._count_hits(token_ids, keys, seq_id, hits)
+        return num_hit
 
     def _find(
         self, token_ids: TokenIds | SupportsIndex, num_tokens: int, keys: tuple[Key, ...], host: HostPages | None
@@ -325,21 +338,6 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         self._cache.enter(group, page_ids, hits.chain[indices], before[indices])
         digests = map(as_bytes, self._cache.index.digests[page_ids])
         self._restores += map(Restore, digests, page_ids.tolist())
-
-    def _count_hits(
-        self, token_ids: TokenIds | SupportsIndex, keys: tuple[Key, ...], seq_id: Hashable, hits: Hits
-    ) -> int:
-        """Tokens found, with those of a page hit in part, whose copy is listed."""
-        if self._cache is None or not isinstance(token_ids, np.ndarray | list | tuple | range):
-            return 0
-        num_hit = hits.num_pages * self._page_size
-        page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
-        if in_part:
-            self._copies.append(PageCopy(page_id, self._table.pages(self._table.row(seq_id)).item(hits.num_pages)))
-            num_hit += in_part
-        self._cache.num_hit_tokens += num_hit
-        self._cache.num_missed_tokens += len(token_ids) - num_hit
-        return num_hit
 
 
 def _num_tokens(token_ids: TokenIds | SupportsIndex, label: str, *names: object) -> int:

@@ -229,10 +229,12 @@ def test_replay_of_any_json_runs_or_names_the_line(data, verb, prefix_caching):
     head = json.dumps({"trace": 1, "num_pages": 9, "page_size": 2, "prefix_caching": prefix_caching})
     add = '{"verb": "add", "seq_id": 0, "token_ids": [1, 2, 3]}'
     trace = parse_trace([head, add, json.dumps({"verb": verb, **arguments})])
+    error = None
     try:
         trace.replay()
-    except TraceError as error:
-        assert str(error).startswith("trace, line 3: ")
+    except TraceError as refused:
+        error = str(refused)
+    assert error is None or error.startswith("trace, line 3: ")
 
 
 @pytest.mark.parametrize("step", [-1, 3])
