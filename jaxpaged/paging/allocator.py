@@ -6,7 +6,7 @@ inside one raises.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,18 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
     def groups(self) -> tuple[PageGroup, ...]:
         """The groups, in order."""
         return self._groups
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that make an empty allocator which decides alike."""
+        return {
+            "num_pages": self.num_pages,
+            "page_size": self.page_size,
+            "prefix_caching": self._cache is not None,
+            "partial_hits": self._cache is not None and self._cache.continuations is not None,
+            "groups": self._groups,
+            "max_pages_per_seq": self._max_pages,
+        }
 
     def can_allocate(
         self, num_tokens: TokenIds | SupportsIndex, *, keys: Iterable[Key] = (), host: HostPages | None = None
@@ -237,19 +249,20 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         rows = self._table.all_rows()
         owner, fill = np.full(num_pages, -1, np.int32), np.zeros(num_pages, np.int32)
         every = np.arange(num_pages)
-        ref_count, kept = self._pool.all_ref_counts(), self._pool.kept(every)
+        ref_count, kept = np.zeros(num_pages, np.int32), self._pool.kept(every)
         fill[kept] = self._page_size
         for table in self._tables:
             places, indices, page_ids = table.entries(rows)
             owner[page_ids[::-1]] = places[::-1]  # so that the first one stays
+            ref_count += np.bincount(page_ids, minlength=num_pages).astype(np.int32)
             tokens = self._table.num_tokens[rows][places] - indices * self._page_size
             np.maximum.at(fill, page_ids, np.minimum(tokens, self._page_size).astype(np.int32))
         state = np.select(
-            [(ref_count > 0) & (owner < 0), ref_count > 1, ref_count == 1, kept],
-            [reports.PINNED, reports.SHARED, reports.USED, reports.CACHED],
+            [ref_count > 1, ref_count == 1, self._pool.all_ref_counts() > 0, kept],
+            [reports.SHARED, reports.USED, reports.PINNED, reports.CACHED],
             reports.FREE,
         ).astype(np.uint8)
-        owner[0], fill[0], state[0] = -1, 0, reports.NULL
+        owner[0], ref_count[0], fill[0], state[0] = -1, 0, 0, reports.NULL
         return PoolSnapshot(
             owner=owner,
             ref_count=ref_count,
