@@ -162,6 +162,12 @@ class SequenceVerbs(PageState):
         try:
             if self._swapped and seq_id in self._swapped:
                 del self._swapped[seq_id]
+            elif self._is_simple and not self._num_reserved and not self._keys:  # `_drop`, in fewer steps
+                page_ids, shares = self._table.remove(seq_id)
+                if shares:
+                    self._pool.drop(np.array(page_ids, np.intp))
+                else:
+                    self._pool.put(page_ids)
             else:
                 self._drop(seq_id)
         finally:
