@@ -11,8 +11,18 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 
 
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_readme_example_of_page_memory_runs_and_explains(capsys):
+    names: dict = {}
+    exec(compile(EXAMPLES[1], "README.md", "exec"), names)
+    assert len(names["swapped"]) == 3
+    assert capsys.readouterr().out.count("hit") >= 2
+
+
 def test_readme_example_runs_and_attends():
-    [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    example, _ = EXAMPLES
     names: dict = {}
     exec(compile(example, "README.md", "exec"), names)
     chex.assert_shape(names["out"], (23, 8, 64))
