@@ -7,6 +7,7 @@ of them are. matplotlib is imported by `save_png` and nothing else.
 import dataclasses
 import os
 import string
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,12 @@ def _glyph(cells: _Cells, i: int) -> tuple[str, str]:
 def _drawn_owners(snapshot: PoolSnapshot) -> tuple[list[tuple[int, str]], int]:
     """The first owners of pages, by number and name, as many as a legend holds; and how many more there are."""
     owners = np.unique(snapshot.owner[snapshot.owner >= 0]).tolist()
-    return [(owner, str(snapshot.seq_ids[owner])) for owner in owners[:_MAX_NAMES]], len(owners[_MAX_NAMES:])
+    return [(owner, _shown(snapshot.seq_ids[owner])) for owner in owners[:_MAX_NAMES]], len(owners[_MAX_NAMES:])
+
+
+def _shown(seq_id: Hashable) -> str:
+    """A name on one line: what a terminal would obey stands escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(seq_id))
 
 
 def _text_legend(snapshot: PoolSnapshot, cells: _Cells) -> str:
@@ -198,7 +204,9 @@ def _patches(snapshot: PoolSnapshot, cells: _Cells) -> list[Any]:
 
     owners, num_more = _drawn_owners(snapshot)
     palette = _owner_colours()
-    patches = [Patch(color=palette[owner % len(palette)], label=name) for owner, name in owners]
+    # matplotlib reads formulas between dollar signs, and hides names that begin with an underscore.
+    labels = {owner: " " + name.replace("$", r"\$") for owner, name in owners}
+    patches = [Patch(color=palette[owner % len(palette)], label=label) for owner, label in labels.items()]
     patches += [Patch(color="white", label=f"and {num_more} more")] if num_more else []
     if SHARED in cells.state:
         patches.append(Patch(facecolor="white", edgecolor="#404040", linewidth=2, label="shared"))

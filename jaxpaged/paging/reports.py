@@ -164,6 +164,10 @@ class PageStats:
         """Memory that sharing saves now, given the bytes of a page over all layers."""
         return self.num_saved_pages * page_bytes
 
+    def hit_bytes(self, page_bytes: int) -> int:
+        """K and V that prefix hits spared the model since the allocator was made, given the bytes of a page."""
+        return self.num_hit_tokens * page_bytes // self.page_size
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CachedPages:

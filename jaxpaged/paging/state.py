@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Concatenate, ParamSpec, SupportsIndex, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,13 @@ from jaxpaged.paging.tables import Rows, SequenceTable
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound="PageState")
+S = TypeVar("S", bound="Owned")
+
+
+class Owned(Protocol):
+    """What one thread owns: `_busy` while it is inside."""
+
+    _busy: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@
     cache = cache.import_pages(page_ids, block)
 
 It holds whole sequences, which stay until they are taken, and single pages of evicted prefixes, which give way: to
-sequences, and to pages used later. Host memory is filled first, then the file. One owner: calls from two threads need a
-lock.
+sequences, and to pages used later. Host memory is filled first, then the file. One owner: a call that begins while
+another thread is inside one raises.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from jaxpaged.checks import as_count
 from jaxpaged.paging.page_layout import Block, num_pages_of
 from jaxpaged.paging.page_store import PageStore, Places
 from jaxpaged.paging.pool import OutOfPagesError
+from jaxpaged.paging.state import verb
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class SwapSpace:
             room at all.
     """
 
-    __slots__ = ("_free_file", "_free_host", "_num_evicted", "_num_lost", "_prefixes", "_sequences", "_store")
+    __slots__ = ("_busy", "_free_file", "_free_host", "_num_evicted", "_num_lost", "_prefixes", "_sequences", "_store")
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class SwapSpace:
         self._prefixes: OrderedDict[bytes, int] = OrderedDict()  # place by digest, the least recently used first
         self._num_evicted = 0
         self._num_lost = 0
+        self._busy = False
 
     @property
     def num_free_pages(self) -> int:
@@ -113,6 +115,7 @@ class SwapSpace:
         """Whether the prefix page of this digest is here. That it was kept whole shows when it is read."""
         return digest in self._prefixes
 
+    @verb
     def put_sequence(self, seq_id: Hashable, block: Block) -> None:
         """Keeps the pages of a sequence, in their order, until `take_sequence` or `drop`.
 
@@ -129,12 +132,14 @@ class SwapSpace:
         self._store.prepare(block)
         self._sequences[seq_id] = self._keep(block, range(num_pages))
 
+    @verb
     def take_sequence(self, seq_id: Hashable) -> dict[str, npt.NDArray[Any]]:
         """Gives a sequence's pages back and forgets them.
 
         Returns:
-            The block. It ends before the first page that the file did not keep whole: with n pages of p left, the first
-            n * page_size tokens are valid, and the rest are to be computed again.
+            The block. It ends before the first page that the file did not keep whole. Where the pages are those of one
+            group without a window, n pages hold the first n * page_size tokens, and the rest are to be computed again.
+            Of other sequences a block with fewer pages than were put is of no use: compute them anew.
 
         Raises:
             ValueError: The sequence is not here.
@@ -149,6 +154,7 @@ class SwapSpace:
         """Forgets a sequence. Raises ValueError when it is not here."""
         self._release(self._pop(seq_id).tolist())
 
+    @verb
     def put_pages(self, digests: Sequence[bytes], block: Block) -> None:
         """Keeps single pages of prefixes for as long as nothing else needs their room.
 
@@ -176,6 +182,7 @@ class SwapSpace:
         self._prefixes.update(zip(new, places.tolist(), strict=True))
         self._touch(digests)
 
+    @verb
     def get_pages(self, digests: Sequence[bytes]) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.bool_]]:
         """Reads pages of a prefix, in order from its head. They stay here.
 

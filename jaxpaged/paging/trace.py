@@ -107,6 +107,8 @@ class Trace:
             yield
         except (ValueError, TypeError, LookupError, AttributeError, OutOfPagesError) as error:
             raise TraceError(f"{self.name}, line {line}: {error}") from error
+        except MemoryError as error:
+            raise TraceError(f"{self.name}, line {line}: too large for the memory of this machine.") from error
 
 
 def read_trace(path: str | os.PathLike) -> Trace:
@@ -146,18 +148,22 @@ class TraceRecorder:
             pages = TraceRecorder(PageAllocator(num_pages=64), file)
 
     Args:
-        pages: The allocator. It has no sequences yet, for a trace begins with an empty pool.
+        pages: The allocator. It holds nothing yet, for a trace begins with an empty pool.
         file: Where the lines go. It stays open.
 
     Raises:
-        ValueError: `pages` has sequences.
+        ValueError: `pages` has sequences, pins or cached content.
         TypeError: In a verb: an argument cannot be written down; the verb was not called.
     """
 
     def __init__(self, pages: PageAllocator, file: TextIO):
-        num_sequences = pages.stats().num_sequences
-        if num_sequences:
-            raise ValueError(f"`pages` must have no sequences yet, as a trace begins with none; got {num_sequences}.")
+        stats = pages.stats()
+        num_sequences = stats.num_sequences + stats.num_swapped_sequences
+        if num_sequences or stats.num_used_pages or stats.num_cached_pages:
+            raise ValueError(
+                f"`pages` must hold nothing yet, as a trace begins with an empty pool; got {num_sequences} sequences, "
+                f"{stats.num_used_pages} used pages and {stats.num_cached_pages} cached ones."
+            )
         self._pages = pages
         self._file = file
         groups = [[group.name, group.sliding_window] for group in pages.groups]
@@ -176,7 +182,9 @@ class TraceRecorder:
             bound = inspect.signature(value).bind(*args, **kwargs)
             bound.apply_defaults()
             arguments = bound.arguments
-            given = VERBS[name] + tuple(key for key in OPTIONAL.get(name, ()) if arguments[key])
+            if arguments.get("keys") is not None:
+                arguments["keys"] = tuple(arguments["keys"])  # they are read here and by the verb
+            given = VERBS[name] + tuple(key for key in OPTIONAL.get(name, ()) if arguments[key] not in (None, ()))
             if "host" in given:
                 arguments["host"] = AskedHost(arguments["host"])
             record = {"verb": name} | {key: to_json(key, arguments[key]) for key in given}

@@ -153,3 +153,16 @@ def test_save_png_writes_a_picture(tmp_path, num_pages):
     image = imread(path)
     assert image.shape[1] == 9 * 150
     assert image[..., :3].std() > 0.01
+
+
+def test_names_that_a_terminal_or_a_formula_would_obey_are_shown_as_they_are(tmp_path):
+    pages = PageAllocator(9, 4)
+    for name in ("a\x1b[31m\nb", r"cost $\frac{1}$", "_hidden"):
+        pages.add(name, 5)
+    text = pool_text(pages.snapshot()).plain
+    assert r"a\x1b[31m\nb" in text
+    assert r"cost $\frac{1}$" in text
+    if importlib.util.find_spec("matplotlib"):
+        patches = plot._patches(pages.snapshot(), plot._cells(pages.snapshot(), 64))
+        assert [p.get_label() for p in patches[:3]] == [r" a\x1b[31m\nb", r" cost \$\frac{1}\$", " _hidden"]
+        save_png(pages.snapshot(), tmp_path / "pool.png")

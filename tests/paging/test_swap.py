@@ -261,3 +261,15 @@ def test_misuse_is_refused_by_name(space):
         with pytest.raises(error, match=message):
             call()
         assert space.stats() == before
+
+
+def test_a_second_thread_inside_is_refused(space):
+    space._busy = True  # as while another thread is inside
+    for verb, arguments in {
+        "put_sequence": ("a", {}),
+        "take_sequence": ("a",),
+        "put_pages": ([], {}),
+        "get_pages": ([],),
+    }.items():
+        with pytest.raises(RuntimeError, match=f"`{verb}` was called while another thread was inside"):
+            getattr(space, verb)(*arguments)

@@ -39,7 +39,7 @@ CALLS = st.one_of(
     st.tuples(st.just("fork"), SEQ_IDS, SEQ_IDS),
     st.tuples(st.sampled_from(["free", "swap_out", "swap_in"]), SEQ_IDS),
     st.tuples(
-        st.just("pin"), TOKENS, st.fixed_dictionaries({"keys": KEYS, "expires_at": st.sampled_from([None, 2.5])})
+        st.just("pin"), TOKENS, st.fixed_dictionaries({"keys": KEYS, "expires_at": st.sampled_from([None, 0.0, 2.5])})
     ),
     st.tuples(st.just("unpin"), TOKENS, st.fixed_dictionaries({"keys": KEYS})),
     st.tuples(st.just("expire"), st.floats(0, 5)),
@@ -155,7 +155,7 @@ def test_recorder_refuses_an_id_that_a_trace_cannot_hold_and_changes_nothing():
 def test_recorder_of_an_allocator_in_use_is_refused():
     pages = PageAllocator(9, 4)
     pages.add("a", 1)
-    with pytest.raises(ValueError, match=r"^`pages` must have no sequences yet, as a trace begins with none; got 1\.$"):
+    with pytest.raises(ValueError, match="must hold nothing yet, .* got 1 sequences, 1 used pages"):
         TraceRecorder(pages, io.StringIO())
 
 
@@ -259,3 +259,32 @@ def test_read_trace_names_the_file(tmp_path):
 def test_demo_shows_every_state_of_a_page():
     trace = demo_trace()
     assert set(trace.replay().snapshot().state.tolist()) == {FREE, NULL, USED, SHARED, CACHED}
+
+
+def test_recorder_of_keys_that_can_be_read_once_writes_and_passes_them():
+    file = io.StringIO()
+    pages = TraceRecorder(PageAllocator(9, 4, prefix_caching=True), file)
+    pages.add("a", [1] * 9, keys=(Key("tenant", name) for name in ("x",)))
+    pages.commit("a", [1] * 9)
+    assert pages.match([1] * 9) == 0
+    assert pages.match([1] * 9, keys=[Key("tenant", "x")]) == 8
+    assert parse_trace(file.getvalue().splitlines()).replay().match([1] * 9) == 0
+
+
+@pytest.mark.parametrize("verb", ["free", "swap_out"])
+def test_recorder_of_an_allocator_that_held_something_is_refused(verb):
+    pages = PageAllocator(9, 4, prefix_caching=True)
+    pages.add("a", [1] * 9)
+    pages.commit("a", [1] * 9)
+    getattr(pages, verb)("a")
+    with pytest.raises(ValueError, match="`pages` must hold nothing yet, as a trace begins with an empty pool; got"):
+        TraceRecorder(pages, io.StringIO())
+
+
+def test_replay_of_a_pool_beyond_memory_names_the_line(monkeypatch):
+    def too_large(**_):
+        raise MemoryError
+
+    monkeypatch.setattr("jaxpaged.paging.trace.PageAllocator", too_large)
+    with pytest.raises(TraceError, match="trace, line 1: too large for the memory of this machine"):
+        parse_trace([HEAD]).replay()
