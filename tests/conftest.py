@@ -9,3 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--soak", action="store_true", help="run the page manager's state machine for a million steps")

@@ -3,7 +3,37 @@
 What is decided here (which page to take, to copy, to give back) is executed on the device by `KVCache`.
 """
 
-from jaxpaged.paging.allocator import PageAllocator, PageCopy, PageStats
+from jaxpaged.paging.allocator import PageAllocator
+from jaxpaged.paging.digests import Key
+from jaxpaged.paging.groups import PageGroup
 from jaxpaged.paging.pool import OutOfPagesError, PagePool
+from jaxpaged.paging.reports import (
+    CachedPages,
+    Eviction,
+    HostPages,
+    PageCopy,
+    PageEvent,
+    PageExplanation,
+    PageStats,
+    PoolSnapshot,
+    Restore,
+    SharingStats,
+)
 
-__all__ = ["OutOfPagesError", "PageAllocator", "PageCopy", "PagePool", "PageStats"]
+__all__ = [
+    "CachedPages",
+    "Eviction",
+    "HostPages",
+    "Key",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PageCopy",
+    "PageEvent",
+    "PageExplanation",
+    "PageGroup",
+    "PagePool",
+    "PageStats",
+    "PoolSnapshot",
+    "Restore",
+    "SharingStats",
+]

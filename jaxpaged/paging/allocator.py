@@ -1,102 +1,93 @@
 """Pages for sequences: who holds which page, and where each token goes.
 
 The allocator decides and `KVCache` executes: it returns numpy arrays and page copies, and never sees a device. All
-verbs are transactional: a call that raises has changed nothing. One owner: calls from two threads need a lock.
+verbs are transactional: a call that raises has changed nothing. One owner: a call that begins while another thread is
+inside one raises.
 """
 
-import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple, SupportsIndex
+from collections.abc import Hashable, Iterable, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.checks import as_count
-from jaxpaged.config import NULL_PAGE, cdiv
-from jaxpaged.paging.pool import OutOfPagesError, PagePool
-from jaxpaged.paging.tables import Rows, SequenceTable, ragged_arange
-
-TokenIds = list[int] | tuple[int, ...] | range | npt.NDArray[np.integer]
-
-
-class PageCopy(NamedTuple):
-    """Copy page `src` to page `dst`, in all layers, before anything is written to either."""
-
-    src: int
-    dst: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PageStats:
-    """A snapshot of the pool. Counts are of pages that can be allocated: the null page is in none of them.
-
-    Attributes:
-        num_usable_pages: Used and free ones.
-        num_used_pages: Pages that some sequence holds, each counted once.
-        num_shared_pages: Of those, pages that several sequences hold.
-        num_unshared_pages: What the same sequences would hold without sharing.
-        num_sequences: Live sequences.
-        num_tokens: The sum of their lengths.
-        page_size: Tokens a page.
-    """
-
-    num_usable_pages: int
-    num_used_pages: int
-    num_shared_pages: int
-    num_unshared_pages: int
-    num_sequences: int
-    num_tokens: int
-    page_size: int
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return self.num_usable_pages - self.num_used_pages
-
-    @property
-    def num_saved_pages(self) -> int:
-        """Pages that sharing saves."""
-        return self.num_unshared_pages - self.num_used_pages
-
-    @property
-    def saved_fraction(self) -> float:
-        """Pages that sharing saves, as a fraction of what unshared sequences would hold; 0 when there are none."""
-        return self.num_saved_pages / max(1, self.num_unshared_pages)
-
-    @property
-    def utilisation(self) -> float:
-        """Used pages as a fraction of the usable ones."""
-        return self.num_used_pages / self.num_usable_pages
-
-    @property
-    def occupancy(self) -> float:
-        """Tokens as a fraction of the slots of the pages their sequences hold; the rest is the ends of last pages."""
-        return self.num_tokens / max(1, self.num_unshared_pages * self.page_size)
+from jaxpaged.config import cdiv
+from jaxpaged.paging import reports
+from jaxpaged.paging.cache import ON_HOST, Hits, PrefixCache
+from jaxpaged.paging.cached import CacheVerbs
+from jaxpaged.paging.digests import Key, TokenIds, as_bytes, as_digests, as_tokens, check_keys
+from jaxpaged.paging.groups import PageGroup, check_groups
+from jaxpaged.paging.lru import PageIds
+from jaxpaged.paging.pool import PagePool
+from jaxpaged.paging.reports import HostPages, PageCopy, PageStats, PoolSnapshot, Restore, SharingStats
+from jaxpaged.paging.sequences import SequenceVerbs
+from jaxpaged.paging.state import SwappedSequence, second_thread, taken, verb
+from jaxpaged.paging.tables import SequenceTable
 
 
-class PageAllocator:
-    """Hands pages to sequences, shares them between forks, and says in which slot each token lies.
+class PageAllocator(SequenceVerbs, CacheVerbs):
+    """Hands pages to sequences, shares them between forks and prefixes, and says in which slot each token lies.
 
-    A sequence of n tokens holds `ceil(n / page_size)` pages; token t lies in slot
+    A sequence of n tokens holds `ceil(n / page_size)` pages of each group; token t lies in slot
     `page_ids[t // page_size] * page_size + t % page_size`. Sequence ids are any hashable values. Verbs cost
     O(pages touched), whatever the size of the pool.
 
     Args:
         num_pages: Pages of the pool, the null page included: the same number as `KVCache`'s.
         page_size: Tokens a page.
+        prefix_caching: Full pages that were committed keep their content until they are needed for another, and an
+            `add` of tokens that begin alike shares them.
+        partial_hits: A prompt that parts from a cached page inside it gets a copy of that page (see `take_copies`).
+            Keeps the tokens: 4 bytes a token and 32 a page more.
+        groups: Layers with page tables of their own; None is one group that sees all tokens.
+        max_pages_per_seq: The width of the page tables that sequences have to fit in, or None.
+        offload: List evicted contents in `take_evictions`, so that they can be kept elsewhere.
+        record_events: List what became and ceased to be cached in `take_events`.
+
+    Raises:
+        ValueError, TypeError: An argument out of range, or one that needs `prefix_caching` without it.
     """
 
-    __slots__ = ("_page_size", "_pool", "_table")
+    __slots__ = ()
 
-    def __init__(self, num_pages: SupportsIndex, page_size: SupportsIndex = 16):
+    def __init__(
+        self,
+        num_pages: SupportsIndex,
+        page_size: SupportsIndex = 16,
+        *,
+        prefix_caching: bool = False,
+        partial_hits: bool = False,
+        groups: Sequence[PageGroup] | None = None,
+        max_pages_per_seq: SupportsIndex | None = None,
+        offload: bool = False,
+        record_events: bool = False,
+    ):
         self._page_size = as_count(page_size, "`page_size`", minimum=1)
         num_pages = as_count(num_pages, "`num_pages`, the null page included,", minimum=2)
         if num_pages * self._page_size >= 2**31:
             raise ValueError(
                 f"`num_pages` x `page_size` must be < 2**31, for slots are int32; got {num_pages} x {self._page_size}."
             )
-        self._pool = PagePool(num_pages)
-        self._table = SequenceTable()
+        options = {"partial_hits": partial_hits, "offload": offload, "record_events": record_events}
+        if not prefix_caching and (without := [name for name, on in options.items() if on]):
+            raise ValueError(f"`{without[0]}` needs prefix_caching=True.")
+        self._groups = check_groups(groups)
+        if partial_hits and (len(self._groups) > 1 or any(g.sliding_window is not None for g in self._groups)):
+            raise ValueError("`partial_hits` must be False where a group has a window or there are several groups.")
+        if max_pages_per_seq is not None:
+            max_pages_per_seq = as_count(max_pages_per_seq, "`max_pages_per_seq`", minimum=1)
+        self._max_pages = max_pages_per_seq
+        self._pool = PagePool(num_pages, keeps_content=prefix_caching)
+        self._cache = PrefixCache(self._pool, self._page_size, self._groups, **options) if prefix_caching else None
+        self._tables = tuple(SequenceTable() for _ in self._groups)
+        self._table = self._tables[0]
+        self._keys = {}
+        self._swapped = {}
+        self._copies, self._restores = [], []
+        self._num_reserved = 0
+        self._is_simple = not prefix_caching and self._groups == check_groups(None) and max_pages_per_seq is None
+        self._busy = False
 
     @property
     def num_pages(self) -> int:
@@ -109,223 +100,242 @@ class PageAllocator:
         return self._page_size
 
     @property
-    def num_free_pages(self) -> int:
-        """Pages that can be handed out now."""
-        return self._pool.num_free_pages
+    def groups(self) -> tuple[PageGroup, ...]:
+        """The groups, in order."""
+        return self._groups
 
-    def __contains__(self, seq_id: Hashable) -> bool:
-        return seq_id in self._table
+    def can_allocate(self, num_tokens: TokenIds | SupportsIndex, *, keys: Iterable[Key] = ()) -> bool:
+        """Whether `add` of a sequence with so many tokens, or with these, would find its pages now."""
+        count = _num_tokens(num_tokens, "`num_tokens`")
+        if self._max_pages is not None and count > self._max_pages * self._page_size:
+            return False
+        needed, idle = self._add_cost(count, self._find(num_tokens, count, check_keys(keys), None))
+        return needed + idle <= self.num_free_pages
 
-    def can_allocate(self, num_tokens: SupportsIndex) -> bool:
-        """Whether `add` of a sequence with so many tokens would find its pages now."""
-        return cdiv(as_count(num_tokens, "`num_tokens`"), self._page_size) <= self._pool.num_free_pages
-
-    def num_pages_needed(self, seq_id: Hashable, num_tokens: SupportsIndex = 1) -> int:
-        """How many free pages `append(seq_id, num_tokens)` would take, the copy of a shared last page included."""
-        row = self._table.row(seq_id)
-        num_tokens = as_count(num_tokens, "`num_tokens` for sequence {!r}", seq_id)
-        return self._append_cost(row, num_tokens)[0]
-
-    def add(self, seq_id: Hashable, token_ids: TokenIds | SupportsIndex) -> int:
-        """Gives a new sequence the pages for its tokens.
+    def add(
+        self,
+        seq_id: Hashable,
+        token_ids: TokenIds | SupportsIndex,
+        *,
+        keys: Iterable[Key] = (),
+        host: HostPages | None = None,
+    ) -> int:
+        """Gives a new sequence the pages for its tokens: those of others, as far as it begins alike, and new ones.
 
         Args:
-            seq_id: A name that no live sequence has.
-            token_ids: The tokens, or how many they are.
+            seq_id: A name that no live or swapped sequence has.
+            token_ids: The tokens, or how many they are: a number hits nothing.
+            keys: What besides the tokens shapes their KV. They stay with the sequence.
+            host: Where evicted pages may be found that are missing here; see `take_restores`.
 
         Returns:
-            How many of the tokens are in the cache already: none.
+            How many of the tokens are in the cache already: fewer than all, for the last one's logits are wanted.
 
         Raises:
             OutOfPagesError: Too few pages are free.
-            ValueError, TypeError: The id is taken, or the tokens are not one list, or their number is not a count.
+            ValueError, TypeError: The id is taken, or the tokens are not one list, or their number is not a count, or
+                beyond `max_pages_per_seq`.
         """
-        if seq_id in self._table:
-            raise _taken("seq_id", seq_id)
-        num_tokens = _num_tokens(token_ids, seq_id)
-        needed = cdiv(num_tokens, self._page_size)
-        self._require(needed, "add", seq_id, num_tokens)
-        self._table.add(seq_id, self._pool.allocate(needed), num_tokens)
-        return 0
+        if self._busy:  # `verb` in place, for it would take as long as all the rest
+            raise second_thread("add")
+        self._busy = True
+        try:
+            if self._is_simple and type(token_ids) is int and token_ids >= 0:
+                table, pool, needed = self._table, self._pool, -(-token_ids // self._page_size)
+                is_new = seq_id not in table.row_of_seq and seq_id not in self._swapped
+                if is_new and needed <= pool.num_plain_pages - self._num_reserved:
+                    table.add(seq_id, pool.take(needed), token_ids)
+                    return 0
+            return self._add(seq_id, token_ids, check_keys(keys), host)
+        finally:
+            self._busy = False
 
-    def append(self, seq_id: Hashable, num_tokens: SupportsIndex = 1) -> list[PageCopy]:
-        """Makes room for `num_tokens` more tokens at a sequence's end.
+    @verb
+    def swap_out(self, seq_id: Hashable) -> npt.NDArray[np.int32]:
+        """Takes a sequence's pages from it. It keeps its name and its length, and can only be swapped in or freed.
 
-        When the first of them falls into a page that another sequence also holds, this sequence gets a page of its own
-        in its place. The copies returned are to be run, in order, before anything is written, forked or freed.
+        Returns:
+            The pages to export before anything else is written: of each group in turn those that it held.
 
         Raises:
-            OutOfPagesError: Too few pages are free: fewer than `num_pages_needed(seq_id, num_tokens)`.
-            ValueError, TypeError: No such sequence, or `num_tokens` is not a count.
+            ValueError: No such sequence, or it is swapped out already.
         """
-        table = self._table
-        row = table.row(seq_id)
-        num_tokens = as_count(num_tokens, "`num_tokens` for sequence {!r}", seq_id)
-        needed, copies_last = self._append_cost(row, num_tokens)
-        copies = []
-        if needed:
-            self._require(needed, "append", seq_id, num_tokens)
-            page_ids = self._pool.allocate(needed)
-            if copies_last:
-                copies.append(PageCopy(src=table.last_page(row), dst=page_ids.item(0)))
-                self._pool.release([copies[0].src])
-                table.replace_last(row, copies[0].dst)
-                page_ids = page_ids[1:]
-            table.extend(row, page_ids)
-        table.num_tokens[row] += num_tokens
-        return copies
+        row = self._row(seq_id)
+        num_dead = tuple(table.num_dead.item(row) for table in self._tables)
+        held = [table.pages(row)[dead:] for table, dead in zip(self._tables, num_dead, strict=True)]
+        page_ids = np.concatenate(held)
+        swapped = SwappedSequence(
+            num_tokens=self._table.num_tokens.item(row), num_dead=num_dead, keys=self._keys.get(row, ())
+        )
+        self._drop(seq_id)
+        self._swapped[seq_id] = swapped
+        return page_ids
 
-    def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """Makes a new sequence with the same tokens, sharing all pages. Either may be freed first.
+    @verb
+    def swap_in(self, seq_id: Hashable) -> npt.NDArray[np.int32]:
+        """Gives a swapped sequence as many new pages as it held.
+
+        Returns:
+            The pages to import, in the order in which `swap_out` gave them. They are nobody else's: commit all tokens
+            anew to share them.
 
         Raises:
-            ValueError: There is no such parent, or the child's id is taken.
+            OutOfPagesError: Too few pages are free.
+            ValueError: It is not swapped out.
         """
-        row = self._table.row(parent_id)
-        if child_id in self._table:
-            raise _taken("child_id", child_id)
-        page_ids = self._table.pages(row).copy()
-        self._pool.retain(page_ids)
-        self._table.add(child_id, page_ids, self._table.num_tokens.item(row))
-
-    def truncate(self, seq_id: Hashable, num_tokens: SupportsIndex) -> None:
-        """Keeps the first `num_tokens` tokens of a sequence and gives back the pages past them.
-
-        Raises:
-            ValueError, TypeError: No such sequence, or `num_tokens` is not a count within its length.
-        """
-        table = self._table
-        row = table.row(seq_id)
-        num_tokens = as_count(num_tokens, "`num_tokens` for sequence {!r}", seq_id)
-        length = table.num_tokens.item(row)
-        if num_tokens > length:
-            raise ValueError(f"`num_tokens` must be <= {length}, the length of sequence {seq_id!r}; got {num_tokens}.")
-        num_kept = cdiv(num_tokens, self._page_size)
-        self._pool.release(table.pages(row)[num_kept:])
-        table.num_pages[row] = num_kept
-        table.num_tokens[row] = num_tokens
-
-    def free(self, seq_id: Hashable) -> None:
-        """Forgets a sequence. Pages that no other sequence holds are free.
-
-        Raises:
-            ValueError: No such sequence (it may have been freed already).
-        """
-        self._pool.release(self._table.pages(self._table.row(seq_id)))
-        self._table.remove(seq_id)
-
-    def seq_len(self, seq_id: Hashable) -> int:
-        """Tokens of a sequence."""
-        return self._table.num_tokens.item(self._table.row(seq_id))
-
-    def page_ids(self, seq_id: Hashable) -> npt.NDArray[np.int32]:
-        """[num_pages] the pages of a sequence, in order; a fresh array."""
-        return self._table.pages(self._table.row(seq_id)).copy()
-
-    def page_table(self, seq_ids: Sequence[Hashable], max_pages: SupportsIndex | None = None) -> npt.NDArray[np.int32]:
-        """[len(seq_ids), max_pages] page ids, each row padded with `NULL_PAGE`; a fresh array.
-
-        Args:
-            seq_ids: The sequences, in the order of the rows.
-            max_pages: Width of the table; None takes that of the longest sequence, and at least 1.
-
-        Raises:
-            ValueError, TypeError: No such sequence, or one has more pages than the table is wide.
-        """
-        rows = self._table.rows(seq_ids)
-        counts = self._table.num_pages[rows]
-        if max_pages is None:
-            width = max(1, int(counts.max(initial=0)))
-        else:
-            width = as_count(max_pages, "`max_pages`", minimum=1)
-            if counts.max(initial=0) > width:
-                i = int(np.argmax(counts > width))
-                raise ValueError(
-                    f"`max_pages` must be >= {counts[i]}, the pages of sequence {seq_ids[i]!r} "
-                    f"({self._table.num_tokens[rows[i]]} tokens); got {width}."
-                )
-        return self._table.window(rows, width, NULL_PAGE)
-
-    def slot_mapping(
-        self, seq_ids: Sequence[Hashable], num_new_tokens: Sequence[int] | npt.NDArray[np.integer]
-    ) -> npt.NDArray[np.int32]:
-        """[sum(num_new_tokens)] slots of each sequence's last `num_new_tokens[i]` tokens; a fresh array.
-
-        Call it after `add` or `append` made room for them. Slots are packed: all of the first sequence's, then all of
-        the second's.
-
-        Raises:
-            ValueError, TypeError: No such sequence, one given twice, or a count that is negative or beyond its length.
-        """
-        rows = self._table.rows(seq_ids)
-        counts = self._checked_counts(seq_ids, rows, num_new_tokens)
-        positions = ragged_arange(self._table.num_tokens[rows] - counts, counts)
-        page_index = positions // self._page_size
-        page_ids = self._table.page_ids[np.repeat(self._table.starts[rows], counts) + page_index]
-        return page_ids * np.int32(self._page_size) + (positions - page_index * self._page_size).astype(np.int32)
+        if seq_id not in self._swapped:
+            self._table.row(seq_id)
+            raise ValueError(f"`seq_id` must be a sequence that is swapped out; got {seq_id!r}, which is not.")
+        swapped = self._swapped[seq_id]
+        num_pages = cdiv(swapped.num_tokens, self._page_size)
+        counts = [num_pages - dead for dead in swapped.num_dead]
+        self._require(sum(counts), self.num_free_pages, "swap_in", seq_id, swapped.num_tokens)
+        new = self._take_array(sum(counts))
+        for table, dead, page_ids in zip(
+            self._tables, swapped.num_dead, np.split(new, np.cumsum(counts)[:-1]), strict=True
+        ):
+            table.add(seq_id, np.concatenate([np.zeros(dead, np.intp), page_ids]), swapped.num_tokens)
+            table.num_dead[table.row(seq_id)] = dead
+        if swapped.keys:
+            self._keys[self._table.row(seq_id)] = swapped.keys
+        del self._swapped[seq_id]
+        return new.astype(np.int32)
 
     def stats(self) -> PageStats:
         """Counts of pages, sequences and tokens. Costs a pass over the pool."""
-        num_usable = self._pool.num_pages - 1
+        num_usable, cache = self._pool.num_pages - 1, self._cache
+        rows = self._table.all_rows()
         return PageStats(
             num_usable_pages=num_usable,
             num_used_pages=num_usable - self._pool.num_free_pages,
             num_shared_pages=self._pool.num_shared_pages(),
-            num_unshared_pages=int(self._table.num_pages.sum()),
+            num_unshared_pages=sum(int((table.num_pages - table.num_dead)[rows].sum()) for table in self._tables),
             num_sequences=len(self._table),
-            num_tokens=int(self._table.num_tokens.sum()),
+            num_tokens=int(self._table.num_tokens[rows].sum()),
+            page_size=self._page_size,
+            num_cached_pages=self._pool.num_cached_pages,
+            num_reserved_pages=self._num_reserved,
+            num_swapped_sequences=len(self._swapped),
+            num_hit_tokens=cache.num_hit_tokens if cache else 0,
+            num_missed_tokens=cache.num_missed_tokens if cache else 0,
+            num_evictions=cache.num_evictions if cache else 0,
+        )
+
+    def sharing(self, seq_ids: Sequence[Hashable]) -> SharingStats:
+        """What some sequences hold together, and would without sharing: for the beams of a search, for example."""
+        rows = self._rows(seq_ids)
+        held = [page_ids[page_ids > 0] for _, _, page_ids in (table.entries(rows) for table in self._tables)]
+        every = np.concatenate(held)
+        return SharingStats(num_unshared_pages=len(every), num_held_pages=len(np.unique(every)))
+
+    @verb
+    def snapshot(self) -> PoolSnapshot:
+        """Who holds what, page by page, in arrays of their own: for pictures. Costs a pass over the pool."""
+        num_pages = self._pool.num_pages
+        rows = self._table.all_rows()
+        owner, fill = np.full(num_pages, -1, np.int32), np.zeros(num_pages, np.int32)
+        every = np.arange(num_pages)
+        ref_count, kept = self._pool.all_ref_counts(), self._pool.kept(every)
+        fill[kept] = self._page_size
+        for table in self._tables:
+            places, indices, page_ids = table.entries(rows)
+            owner[page_ids[::-1]] = places[::-1]  # so that the first one stays
+            tokens = self._table.num_tokens[rows][places] - indices * self._page_size
+            np.maximum.at(fill, page_ids, np.minimum(tokens, self._page_size).astype(np.int32))
+        state = np.select(
+            [(ref_count > 0) & (owner < 0), ref_count > 1, ref_count == 1, kept],
+            [reports.PINNED, reports.SHARED, reports.USED, reports.CACHED],
+            reports.FREE,
+        ).astype(np.uint8)
+        owner[0], fill[0], state[0] = -1, 0, reports.NULL
+        return PoolSnapshot(
+            owner=owner,
+            ref_count=ref_count,
+            state=state,
+            fill=fill,
+            seq_ids=self._table.seq_ids(),
             page_size=self._page_size,
         )
 
-    def _append_cost(self, row: int, num_tokens: int) -> tuple[int, bool]:
-        """Pages that an append takes, and whether one of them takes the place of a shared last page."""
-        length = self._table.num_tokens.item(row)
-        copies_last = (
-            num_tokens > 0 and length % self._page_size > 0 and self._pool.ref_count(self._table.last_page(row)) > 1
-        )
-        added = cdiv(length + num_tokens, self._page_size) - cdiv(length, self._page_size)
-        return added + copies_last, copies_last
+    def _add(
+        self, seq_id: Hashable, token_ids: TokenIds | SupportsIndex, keys: tuple[Key, ...], host: HostPages | None
+    ) -> int:
+        """`add` in full: with all refusals, hits, groups and limits."""
+        if seq_id in self:
+            raise taken("seq_id", seq_id, self)
+        num_tokens = _num_tokens(token_ids, "`token_ids` of sequence {!r}, where it is their number,", seq_id)
+        self._check_limit(num_tokens, seq_id)
+        hits = self._find(token_ids, num_tokens, keys, host)
+        needed, idle = self._add_cost(num_tokens, hits)
+        self._require(needed, self.num_free_pages - idle, "add", seq_id, num_tokens)
+        self._place(seq_id, num_tokens, hits, needed)
+        if keys:
+            self._keys[self._table.row(seq_id)] = keys
+        return self._count_hits(token_ids, keys, seq_id, hits)
 
-    def _require(self, needed: int, verb: str, seq_id: Hashable, num_tokens: int) -> None:
-        free = self._pool.num_free_pages
-        if needed > free:
-            raise OutOfPagesError(needed, free, f"{verb} of {num_tokens} tokens to sequence {seq_id!r}")
+    def _find(
+        self, token_ids: TokenIds | SupportsIndex, num_tokens: int, keys: tuple[Key, ...], host: HostPages | None
+    ) -> Hits:
+        """What a new sequence with these tokens would share."""
+        if self._cache is None or num_tokens == 0 or not isinstance(token_ids, np.ndarray | list | tuple | range):
+            return Hits(0, [np.zeros(0, np.intp) for _ in self._groups], np.zeros((0, 2), np.uint64))
+        return self._cache.find(as_tokens(token_ids), keys, (num_tokens - 1) // self._page_size, host)
 
-    def _checked_counts(
-        self, seq_ids: Sequence[Hashable], rows: Rows, num_new_tokens: Sequence[int] | npt.NDArray[np.integer]
-    ) -> npt.NDArray[np.intp]:
-        counts = np.asarray(num_new_tokens)
-        if counts.shape != rows.shape:
-            raise ValueError(
-                f"`num_new_tokens` must have one entry for each of the {len(rows)} sequences; got shape {counts.shape}."
+    def _add_cost(self, num_tokens: int, hits: Hits) -> tuple[int, int]:
+        """Pages that a new sequence takes, and free pages among those that it shares."""
+        needed = cdiv(num_tokens, self._page_size) * len(self._groups)
+        needed -= sum(int(np.count_nonzero(page_ids != ON_HOST)) for page_ids in hits.page_ids)
+        return needed, self._pool.num_idle(hits.here)
+
+    def _place(self, seq_id: Hashable, num_tokens: int, hits: Hits, needed: int) -> None:
+        """Gives a new sequence its hits, and new pages for the rest and for what comes back from the host."""
+        if hits.num_pages:
+            self._pool.share(hits.here)
+        new = self._take_array(needed)
+        num_new = cdiv(num_tokens, self._page_size) - hits.num_pages
+        for group, (table, page_ids) in enumerate(zip(self._tables, hits.page_ids, strict=True)):
+            on_host = page_ids == ON_HOST
+            restored, own, new = np.split(new, [np.count_nonzero(on_host), np.count_nonzero(on_host) + num_new])
+            page_ids[on_host] = restored
+            table.add(seq_id, np.concatenate([page_ids, own]), num_tokens)
+            table.num_dead[table.row(seq_id)] = self._groups[group].num_dead_pages(
+                hits.num_pages * self._page_size, self._page_size
             )
-        if len(rows) and not np.issubdtype(counts.dtype, np.integer):
-            raise TypeError(f"`num_new_tokens` must be integers; got {counts.dtype}.")
-        lengths = self._table.num_tokens[rows]
-        wrong = (counts < 0) | (counts > lengths)
-        if np.count_nonzero(wrong):
-            i = int(np.argmax(wrong))
-            raise ValueError(
-                f"`num_new_tokens` must be in 0 .. {lengths[i]}, the length of sequence {seq_ids[i]!r}; "
-                f"got {counts[i]}."
-            )
-        if len(set(rows.tolist())) < len(rows):
-            first = np.unique(rows, return_index=True)[1]
-            repeated = np.setdiff1d(np.arange(len(rows)), first)[0]
-            raise ValueError(f"`seq_ids` of a slot mapping must be distinct; got {seq_ids[repeated]!r} twice.")
-        return counts.astype(np.intp)
+            if len(restored):
+                self._restore(group, restored, np.flatnonzero(on_host), hits)
+        self._table.num_indexed[self._table.row(seq_id)] = hits.num_pages
+
+    def _restore(self, group: int, page_ids: PageIds, indices: npt.NDArray[np.intp], hits: Hits) -> None:
+        """Lists pages to be imported, and makes them findable at once: their owner imports them before the step."""
+        assert self._cache is not None
+        before = np.concatenate([as_digests([self._cache.root]), hits.chain])
+        self._cache.enter(group, page_ids, hits.chain[indices], before[indices])
+        digests = map(as_bytes, self._cache.index.digests[page_ids])
+        self._restores += map(Restore, digests, page_ids.tolist())
+
+    def _count_hits(
+        self, token_ids: TokenIds | SupportsIndex, keys: tuple[Key, ...], seq_id: Hashable, hits: Hits
+    ) -> int:
+        """Tokens found, with those of a page hit in part, whose copy is listed."""
+        if self._cache is None or not isinstance(token_ids, np.ndarray | list | tuple | range):
+            return 0
+        num_hit = hits.num_pages * self._page_size
+        page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
+        if in_part:
+            self._copies.append(PageCopy(page_id, self._table.pages(self._table.row(seq_id)).item(hits.num_pages)))
+            num_hit += in_part
+        self._cache.num_hit_tokens += num_hit
+        self._cache.num_missed_tokens += len(token_ids) - num_hit
+        return num_hit
 
 
-def _num_tokens(token_ids: TokenIds | SupportsIndex, seq_id: Hashable) -> int:
+def _num_tokens(token_ids: TokenIds | SupportsIndex, label: str, *names: object) -> int:
     """The length of a list of tokens, or the count itself."""
     if isinstance(token_ids, np.ndarray) and token_ids.ndim:
         if token_ids.ndim > 1:
-            raise ValueError(f"`token_ids` of sequence {seq_id!r} must have one axis; got shape {token_ids.shape}.")
+            what = label.format(*names).split(",")[0]
+            raise ValueError(f"{what} must have one axis; got shape {token_ids.shape}.")
         return len(token_ids)
     if isinstance(token_ids, list | tuple | range):
         return len(token_ids)
-    return as_count(token_ids, "`token_ids` of sequence {!r}, where it is their number,", seq_id)
-
-
-def _taken(name: str, seq_id: Hashable) -> ValueError:
-    return ValueError(f"`{name}` must be new; got {seq_id!r}, which is a live sequence. Free it first.")
+    return as_count(token_ids, label, *names)

@@ -486,6 +486,12 @@ def test_sketch_b_four_beams_take_7_pages_instead_of_16():
         "num_sequences": 4,
         "num_tokens": 256,
         "page_size": 16,
+        "num_cached_pages": 0,
+        "num_reserved_pages": 0,
+        "num_swapped_sequences": 0,
+        "num_hit_tokens": 0,
+        "num_missed_tokens": 0,
+        "num_evictions": 0,
     }
     assert (stats.num_free_pages, stats.num_saved_pages) == (93, 9)
     assert stats.saved_fraction == 0.5625

@@ -1,219 +1,480 @@
 """Every verb of PageAllocator, in any order, against a plain dictionary of token lists.
 
-The model tracks contents, not counts: a pool of slots on which the allocator's page copies are executed and its slot
-mappings written, so that a wrong page shows as a wrong token.
+The model tracks contents, not counts: a device in small (`model.Device`) does what the allocator decides, so that a
+wrong page shows as a wrong token. Tokens are few, so that prompts begin alike.
 """
 
-from collections import Counter
 from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jaxpaged.config import NULL_PAGE
-from jaxpaged.paging import OutOfPagesError, PageAllocator, tables
+from jaxpaged.paging import Key, OutOfPagesError, PageAllocator, PageGroup, tables
+from jaxpaged.paging.digests import as_bytes, hash_pages
+from tests.paging.model import STALE, Device, content
 
-STALE = -1
+GROUPS = (None, None, [PageGroup("all"), PageGroup("near", 3)], [PageGroup("near", 4)])
+KEYS = ((), (), (), (Key("adapter", "x"),), (Key("image", b"i", 2), Key("tenant", 7)))
+TOKENS = st.lists(st.integers(0, 1), max_size=24)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Tokens are serial numbers, so no two in the machine's life are equal."""
+    """`tokens` and `keys` are the model: what each sequence should read, wherever it lies."""
 
     seq_ids = Bundle("seq_ids")
+    num_steps = 0
 
-    @initialize(num_usable=st.integers(1, 24), page_size=st.integers(1, 5))
-    def make_pool(self, num_usable, page_size):
+    @initialize(
+        num_usable=st.integers(1, 24),
+        page_size=st.integers(1, 4),
+        cached=st.sampled_from(["off", "on", "on", "partial", "offload"]),
+        groups=st.sampled_from(GROUPS),
+        max_pages=st.sampled_from([None, None, 6]),
+    )
+    def make_pool(self, num_usable, page_size, cached, groups, max_pages):
         with mock.patch.object(tables, "_MIN_ROWS", 2):  # so that the flat array is collected and the rows double
-            self.pages = PageAllocator(num_usable + 1, page_size)
+            self.pages = PageAllocator(
+                num_usable + 1,
+                page_size,
+                prefix_caching=cached != "off",
+                partial_hits=cached == "partial" and groups is None,
+                offload=cached == "offload",
+                record_events=cached == "on",
+                groups=groups,
+                max_pages_per_seq=max_pages,
+            )
+        self.max_tokens = max_pages * page_size if max_pages else 10**6
         self.page_size = page_size
-        self.slots = np.full((num_usable + 1) * page_size, STALE)
+        self.device = Device(self.pages)
         self.tokens: dict[int, list[int]] = {}
+        self.keys: dict[int, tuple[Key, ...]] = {}
+        self.swapped: dict[int, list] = {}
+        self.promised: dict[int, int] = {}
+        self.pins: list[tuple[list[int], tuple[Key, ...], int]] = []
+        self.mirror: set[bytes] = set()  # what a router that follows the events believes
+        self.saved = None
         self.next_id = 0
-        self.next_token = 0
-
-    # The model: what lies where, and what each verb should take
-
-    def new_tokens(self, count):
-        self.next_token += count
-        return list(range(self.next_token - count, self.next_token))
 
     def new_id(self):
         self.next_id += 1
         return self.next_id
 
-    def run_copies(self, copies):
-        by_page = self.slots.reshape(-1, self.page_size)
-        for src, dst in copies:
-            by_page[dst] = by_page[src]
-
-    def write_last(self, seq_id, count):
-        slots = self.pages.slot_mapping([seq_id], [count])
-        assert slots.dtype == np.int32
-        self.slots[slots] = self.tokens[seq_id][len(self.tokens[seq_id]) - count :]
-
-    def num_owners(self):
-        return Counter(page_id for seq_id in self.tokens for page_id in self.pages.page_ids(seq_id).tolist())
+    def live(self):
+        return [seq_id for seq_id in self.tokens if seq_id not in self.swapped]
 
     def pages_for(self, num_tokens):
         return (num_tokens + self.page_size - 1) // self.page_size
 
-    def append_cost(self, seq_id, count):
-        length = len(self.tokens[seq_id])
-        fills_shared = count > 0 and length % self.page_size > 0
-        fills_shared = fills_shared and self.num_owners()[int(self.pages.page_ids(seq_id)[-1])] > 1
-        return self.pages_for(length + count) - self.pages_for(length) + fills_shared
-
     def state(self):
         """All that the allocator can be asked, and the order in which it would hand out its pages."""
-        sequences = {i: (self.pages.seq_len(i), tuple(self.pages.page_ids(i).tolist())) for i in self.tokens}
-        pool = self.pages._pool
-        return sequences, self.pages.stats(), pool._free[pool._top :].tolist(), pool._ref_counts.tolist()
+        pool, cache = self.pages._pool, self.pages._cache
+        sequences = {
+            i: (self.pages.seq_len(i), [self.pages.page_ids(i, group=g.name).tolist() for g in self.pages.groups])
+            for i in self.live()
+        }
+        found = cache.index.digests[pool.kept_pages()].tolist() if cache else []
+        pinned = cache.pinned_pages().tolist() if cache else []
+        order = pool.plain_pages().tolist(), pool.cached_pages().tolist()
+        return sequences, self.pages.stats(), order, pool.all_ref_counts().tolist(), found, pinned
+
+    def expected_hit(self, tokens, keys):
+        """Tokens of full pages that should be found, by trying every length."""
+        if self.pages._cache is None:
+            return 0
+        found = {digest for digest, _ in self.device.indexed().values()}
+        cache, size = self.pages._cache, self.page_size
+        chain = hash_pages(np.array(tokens, np.int32), size, parent=cache.root, keys=keys)
+        for n in range(max(0, len(tokens) - 1) // size, 0, -1):
+            hit = all(
+                as_bytes(chain[i] ^ np.array([tag, 0], np.uint64)) in found
+                for group, tag in zip(self.pages.groups, cache.tags, strict=True)
+                for i in range(group.num_dead_pages(n * size, size), n)
+            )
+            if hit:
+                return n * size
+        return 0
+
+    def refused(self, error, call, **attributes):
+        before = self.state()
+        with pytest.raises(error) as refusal:
+            call()
+        assert {name: getattr(refusal.value, name) for name in attributes} == attributes
+        assert self.state() == before
 
     # The verbs
 
-    @rule(target=seq_ids, count=st.integers(0, 40), as_list=st.booleans())
-    def add(self, count, as_list):
-        seq_id, free, needed = self.new_id(), self.pages.num_free_pages, self.pages_for(count)
-        tokens = self.new_tokens(count)
-        before = self.state()
-        assert self.pages.can_allocate(count) == (needed <= free)
-        if needed > free:
-            with pytest.raises(OutOfPagesError) as refused:
-                self.pages.add(seq_id, count)
-            assert (refused.value.needed, refused.value.free) == (needed, free)
+    @rule(target=seq_ids, tokens=TOKENS, keys=st.sampled_from(KEYS), as_count=st.booleans(), restores=st.booleans())
+    def add(self, tokens, keys, as_count, restores):
+        seq_id, free = self.new_id(), self.pages.num_free_pages
+        argument = len(tokens) if as_count else tokens
+        host = self.device if restores else None
+        fits = self.pages.can_allocate(argument, keys=keys)
+        hit = 0 if as_count else self.expected_hit(tokens, keys)
+        if len(tokens) > self.max_tokens:
+            assert not fits
+            self.refused(ValueError, lambda: self.pages.add(seq_id, argument, keys=keys, host=host))
+            return multiple()
+        found = self.pages.match(tokens, keys=keys) if not as_count else 0
+        try:
+            before = self.state()
+            num_prefix = self.pages.add(seq_id, argument, keys=keys, host=host)
+        except OutOfPagesError as refusal:
+            assert not fits
+            assert refusal.needed > refusal.free
             assert self.state() == before
             assert seq_id not in self.pages
             return multiple()
-        assert self.pages.add(seq_id, tokens if as_list else count) == 0
-        assert self.pages.num_free_pages == free - needed
-        self.tokens[seq_id] = tokens
-        self.write_last(seq_id, count)
+        assert fits
+        assert num_prefix < len(tokens) or not tokens
+        if host is None:
+            assert num_prefix == found
+            assert hit <= num_prefix <= (hit if self.pages._cache is None else hit + self.page_size - 1)
+            assert num_prefix == hit or self.pages._cache.continuations is not None
+        if self.pages._cache is None:
+            assert self.pages.num_free_pages == free - len(self.pages.groups) * self.pages_for(len(tokens))
+        self.tokens[seq_id], self.keys[seq_id] = tokens, keys
+        self.device.move()
+        self.device.write(seq_id, tokens, num_prefix, keys)
         return seq_id
 
-    @rule(seq_id=seq_ids, count=st.one_of(st.integers(0, 3), st.integers(0, 30)))
-    def append(self, seq_id, count):
-        free, needed = self.pages.num_free_pages, self.append_cost(seq_id, count)
-        assert self.pages.num_pages_needed(seq_id, count) == needed
+    @rule(seq_id=seq_ids, new=st.one_of(st.lists(st.integers(0, 1), max_size=3), TOKENS))
+    def append(self, seq_id, new):
+        if seq_id in self.swapped:
+            return
+        tokens, free = self.tokens[seq_id], self.pages.num_free_pages
+        needed = self.pages.num_pages_needed(seq_id, len(new))
+        if len(tokens) + len(new) > self.max_tokens:
+            self.refused(ValueError, lambda: self.pages.append(seq_id, len(new)))
+            return
+        row = self.pages._table.row(seq_id)
+        available = free + self.pages._table.num_reserved.item(row)
+        if needed > available:
+            assert len(tokens) + len(new) > self.promised.get(seq_id, 0)
+            attributes = {"needed": needed, "free": available}
+            self.refused(OutOfPagesError, lambda: self.pages.append(seq_id, len(new)), **attributes)
+            return
+        copies = self.pages.append(seq_id, len(new))
+        self.grow(seq_id, new, copies)
+
+    def grow(self, seq_id, new, copies):
+        self.device.move(copies)
+        start = len(self.tokens[seq_id])
+        self.tokens[seq_id] = self.tokens[seq_id] + new
+        self.device.write(seq_id, self.tokens[seq_id], start, self.keys[seq_id])
+
+    @rule(data=st.data())
+    def append_many(self, data):
+        chosen = data.draw(st.lists(st.sampled_from(self.live()), unique=True)) if self.live() else []
+        news = [data.draw(st.lists(st.integers(0, 1), max_size=3)) for _ in chosen]
+        counts = [len(new) for new in news]
+        if any(len(self.tokens[i]) + n > self.max_tokens for i, n in zip(chosen, counts, strict=True)):
+            self.refused(ValueError, lambda: self.pages.append_many(chosen, counts))
+            return
+        each = sum(self.pages.num_pages_needed(i, n) for i, n in zip(chosen, counts, strict=True))
         before = self.state()
-        if needed > free:
-            with pytest.raises(OutOfPagesError) as refused:
-                self.pages.append(seq_id, count)
-            assert (refused.value.needed, refused.value.free) == (needed, free)
+        try:
+            copies = self.pages.append_many(chosen, counts)
+        except OutOfPagesError as refusal:
+            assert refusal.needed > refusal.free
+            assert each > self.pages.num_free_pages or len(self.pages.groups) > 1
             assert self.state() == before
             return
-        copies = self.pages.append(seq_id, count)
-        assert self.pages.num_free_pages == free - needed
-        self.run_copies(copies)
-        self.tokens[seq_id] += self.new_tokens(count)
-        self.write_last(seq_id, count)
+        self.device.move(copies)
+        for seq_id, new in zip(chosen, news, strict=True):
+            self.grow(seq_id, new, [])
+
+    @rule(seq_id=seq_ids, data=st.data())
+    def commit(self, seq_id, data):
+        if seq_id in self.swapped:
+            return
+        tokens = self.tokens[seq_id]
+        committed = tokens[: data.draw(st.one_of(st.just(len(tokens)), st.integers(0, len(tokens))))]
+        free = self.pages.num_free_pages
+        self.pages.commit(seq_id, committed)
+        assert self.pages.num_free_pages >= free
+        if self.pages._cache is not None and self.pages.groups[0].sliding_window is None:
+            held = {c for _, c in self.device.indexed().values()}
+            for end in range(self.page_size, len(committed) + 1, self.page_size):
+                assert content(0, tokens, end - 1, self.keys[seq_id]) in held
 
     @rule(target=seq_ids, parent_id=seq_ids)
     def fork(self, parent_id):
+        if parent_id in self.swapped:
+            return multiple()
         child_id, free = self.new_id(), self.pages.num_free_pages
-        self.pages.fork(parent_id, child_id)
-        assert self.pages.num_free_pages == free
-        self.tokens[child_id] = list(self.tokens[parent_id])
+        if parent_id in self.promised and free == 0:
+            before = self.state()
+            try:
+                self.pages.fork(parent_id, child_id)
+            except OutOfPagesError:
+                assert self.state() == before
+                return multiple()
+        else:
+            self.pages.fork(parent_id, child_id)
+        assert self.pages.num_free_pages == free or parent_id in self.promised
+        self.tokens[child_id], self.keys[child_id] = list(self.tokens[parent_id]), self.keys[parent_id]
         return child_id
 
     @rule(seq_id=seq_ids, data=st.data())
     def truncate(self, seq_id, data):
+        if seq_id in self.swapped:
+            return
         kept = data.draw(st.integers(0, len(self.tokens[seq_id])))
+        row = self.pages._table.row(seq_id)
+        gone = any(
+            table.num_dead.item(row) > group.num_dead_pages(kept, self.page_size)
+            for group, table in zip(self.pages.groups, self.pages._tables, strict=True)
+        )
+        if gone:
+            self.refused(ValueError, lambda: self.pages.truncate(seq_id, kept))
+            return
         self.pages.truncate(seq_id, kept)
-        del self.tokens[seq_id][kept:]
+        self.promised.pop(seq_id, None)  # what shared pages do not give back is not promised again
+        self.tokens[seq_id] = self.tokens[seq_id][:kept]
 
     @rule(seq_id=consumes(seq_ids))
     def free(self, seq_id):
         self.pages.free(seq_id)
-        del self.tokens[seq_id]
         assert seq_id not in self.pages
+        for record in (self.tokens, self.keys, self.swapped, self.promised):
+            record.pop(seq_id, None)
+
+    @rule(seq_id=seq_ids, count=st.integers(0, 12))
+    def reserve(self, seq_id, count):
+        if seq_id in self.swapped or len(self.tokens[seq_id]) + count > self.max_tokens:
+            return
+        before = self.state()
+        try:
+            self.pages.reserve(seq_id, count)
+        except OutOfPagesError as refusal:
+            assert refusal.needed > refusal.free
+            assert self.state() == before
+            return
+        self.promised[seq_id] = len(self.tokens[seq_id]) + count
+
+    @rule(seq_id=seq_ids, data=st.data())
+    def advance(self, seq_id, data):
+        if seq_id not in self.swapped:
+            self.pages.advance(seq_id, data.draw(st.integers(0, len(self.tokens[seq_id]))))
+
+    @rule(seq_id=seq_ids)
+    def swap_out_or_in(self, seq_id):
+        if seq_id not in self.swapped:
+            page_ids = self.pages.swap_out(seq_id)
+            self.swapped[seq_id] = self.device.export_pages(page_ids.tolist())
+            self.promised.pop(seq_id, None)
+            return
+        needed, free = len(self.swapped[seq_id]), self.pages.num_free_pages
+        if needed > free:
+            self.refused(OutOfPagesError, lambda: self.pages.swap_in(seq_id), needed=needed, free=free)
+            return
+        page_ids = self.pages.swap_in(seq_id)
+        self.device.move()
+        self.device.import_pages(page_ids.tolist(), self.swapped.pop(seq_id))
+
+    @rule(tokens=TOKENS, keys=st.sampled_from(KEYS), expires_at=st.integers(1, 3))
+    def pin(self, tokens, keys, expires_at):
+        before = self.state()
+        try:
+            num_pinned = self.pages.pin(tokens, keys=keys, expires_at=expires_at)
+        except OutOfPagesError:
+            assert self.state() == before
+            return
+        assert num_pinned <= len(tokens)
+        if self.pages._cache is not None and len(tokens) >= self.page_size:
+            self.pins.append((tokens, keys, expires_at))
+
+    @rule(now=st.integers(0, 3))
+    def expire(self, now):
+        self.pages.expire(now)
+        self.pins = [pin for pin in self.pins if pin[2] > now]
+
+    @rule()
+    def reset(self):
+        self.pages.reset()
+        self.pins.clear()
+        assert self.pages.stats().num_cached_pages == 0
+
+    @rule(seq_id=seq_ids, data=st.data())
+    def lose_pages(self, seq_id, data):
+        """An import failed: what the sequence's pages hold from some token on is worth nothing."""
+        if seq_id in self.swapped:
+            return
+        valid = data.draw(st.integers(0, len(self.tokens[seq_id])))
+        first = valid // self.page_size
+        lost = set()
+        for group in self.pages.groups:
+            lost.update(self.pages.page_ids(seq_id, group=group.name)[first:].tolist())
+        lost.discard(NULL_PAGE)
+        for page_id in lost:
+            self.device.slots[page_id] = [STALE] * self.page_size
+        affected = self.pages.invalidate(seq_id, valid)
+        for other in affected:
+            self.device.write(other, self.tokens[other], 0, self.keys[other])
+
+    @rule()
+    def save_or_adopt(self):
+        if self.saved is None:
+            saved = self.pages.cached_pages()
+            self.saved = saved, self.device.export_pages(saved.page_ids.tolist())
+            return
+        (saved, block), self.saved = self.saved, None
+        if self.pages._cache is None:
+            return
+        free = self.pages.num_free_pages
+        page_ids = self.pages.adopt(saved)
+        assert self.pages.num_free_pages == free
+        taken = np.flatnonzero(page_ids)
+        self.device.import_pages(page_ids[taken].tolist(), [block[i] for i in taken])
 
     @rule(seq_id=seq_ids, count=st.integers(-3, -1))
     def refuse_misuse(self, seq_id, count):
-        before = self.state()
-        length = len(self.tokens[seq_id])
-        unknown = self.next_id + 1
-        for call in (
-            lambda: self.pages.add(seq_id, 1),
-            lambda: self.pages.add(unknown, count),
-            lambda: self.pages.append(seq_id, count),
-            lambda: self.pages.append(unknown),
-            lambda: self.pages.fork(seq_id, seq_id),
-            lambda: self.pages.fork(unknown, seq_id),
-            lambda: self.pages.truncate(seq_id, length + 1),
-            lambda: self.pages.truncate(seq_id, count),
-            lambda: self.pages.free(unknown),
-            lambda: self.pages.slot_mapping([seq_id], [length + 1]),
-            lambda: self.pages.page_table([seq_id], count),
-        ):
-            with pytest.raises(ValueError, match="must be"):
-                call()
-            assert self.state() == before
+        pages, unknown = self.pages, self.next_id + 1
+        calls = [
+            lambda: pages.add(seq_id, 1),
+            lambda: pages.add(unknown, count),
+            lambda: pages.append(seq_id, count),
+            lambda: pages.append(unknown),
+            lambda: pages.append_many([seq_id, unknown]),
+            lambda: pages.append_many([seq_id, seq_id]),
+            lambda: pages.append_many([seq_id], [count]),
+            lambda: pages.fork(seq_id, seq_id),
+            lambda: pages.fork(unknown, seq_id),
+            lambda: pages.truncate(seq_id, count),
+            lambda: pages.truncate(seq_id, len(self.tokens[seq_id]) + 1),
+            lambda: pages.commit(seq_id, [0] * (len(self.tokens[seq_id]) + 1)),
+            lambda: pages.commit(unknown, []),
+            lambda: pages.reserve(seq_id, count),
+            lambda: pages.advance(seq_id, len(self.tokens[seq_id]) + 1),
+            lambda: pages.free(unknown),
+            lambda: pages.swap_out(unknown),
+            lambda: pages.swap_in(unknown),
+            lambda: pages.invalidate(unknown, 0),
+            lambda: pages.unpin([7] * 9),
+            lambda: pages.slot_mapping([seq_id], [len(self.tokens[seq_id]) + 1], group=pages.groups[0].name),
+            lambda: pages.page_table([seq_id], count, group=pages.groups[0].name),
+        ]
+        if seq_id in self.swapped:
+            calls += [lambda: pages.fork(seq_id, unknown), lambda: pages.swap_out(seq_id), lambda: pages.append(seq_id)]
+        for call in calls:
+            self.refused(ValueError, call)
 
     # What holds after every step
 
     @invariant()
+    def count_steps(self):
+        type(self).num_steps += 1
+
+    @invariant()
     def page_tables_reconstruct_every_sequence(self):
-        extra = 2
-        width = max([len(self.pages.page_ids(i)) for i in self.tokens], default=1) + extra
-        table = self.pages.page_table(list(self.tokens), width)
-        for row, (seq_id, tokens) in zip(table, self.tokens.items(), strict=True):
-            assert self.pages.seq_len(seq_id) == len(tokens)
-            read = self.slots.reshape(-1, self.page_size)[row].ravel()[: len(tokens)]
-            assert read.tolist() == tokens
-            assert (row[self.pages_for(len(tokens)) :] == NULL_PAGE).all()
+        width = max([self.pages_for(len(self.tokens[i])) for i in self.live()], default=1) + 2
+        for index, group in enumerate(self.pages.groups):
+            table = self.pages.page_table(self.live(), width, group=group.name)
+            for row, seq_id in zip(table.tolist(), self.live(), strict=True):
+                tokens = self.tokens[seq_id]
+                assert self.pages.seq_len(seq_id) == len(tokens)
+                used = self.pages_for(len(tokens))
+                num_dead = row[:used].count(NULL_PAGE)
+                assert not any(row[:num_dead])
+                assert not any(row[used:])
+                assert num_dead <= group.num_dead_pages(len(tokens), self.page_size)
+                for position in range(num_dead * self.page_size, len(tokens)):
+                    held = self.device.slots[row[position // self.page_size]][position % self.page_size]
+                    assert held == content(index, tokens, position, self.keys[seq_id])
 
     @invariant()
-    def slot_mapping_of_all_is_each_sequence_in_turn(self):
-        counts = [len(tokens) // 2 for tokens in self.tokens.values()]
-        packed = self.slots[self.pages.slot_mapping(list(self.tokens), counts)].tolist()
-        expected = [
-            t for tokens, n in zip(self.tokens.values(), counts, strict=True) for t in tokens[len(tokens) - n :]
-        ]
-        assert packed == expected
-
-    @invariant()
-    def every_page_is_free_or_live_or_null(self):
-        owners = self.num_owners()
-        pool = self.pages._pool
-        free = pool._free[pool._top :].tolist()
-        assert len(set(free)) == len(free) == self.pages.num_free_pages
-        assert sorted([NULL_PAGE, *free, *owners]) == list(range(self.pages.num_pages))
-        assert [pool.ref_count(page_id) for page_id in range(pool.num_pages)] == [
-            owners[page_id] for page_id in range(pool.num_pages)
-        ]
+    def every_page_is_plain_or_cached_or_live_or_null(self):
+        owners, pool = self.device.owners(self.live()), self.pages._pool
+        plain, cached = pool.plain_pages().tolist(), pool.cached_pages().tolist()
+        assert sorted([NULL_PAGE, *plain, *cached, *owners]) == list(range(self.pages.num_pages))
+        assert [owners[page_id] for page_id in range(pool.num_pages)] == pool.all_ref_counts().tolist()
+        assert [pool.ref_count(page_id) for page_id in range(pool.num_pages)] == pool.all_ref_counts().tolist()
+        assert set(cached) == set(pool.kept_pages().tolist()) - set(owners)
 
     @invariant()
     def no_page_is_writable_by_two(self):
-        writable = Counter()
-        for seq_id, tokens in self.tokens.items():
-            page_ids = self.pages.page_ids(seq_id).tolist()
-            assert len(set(page_ids)) == len(page_ids)
-            # A sequence writes into its partial last page when an append of one token costs nothing.
-            if len(tokens) % self.page_size and self.pages.num_pages_needed(seq_id, 1) == 0:
-                writable[page_ids[-1]] += 1
-        owners = self.num_owners()
-        assert all(count == 1 and owners[page_id] == 1 for page_id, count in writable.items())
+        owners, kept = self.device.owners(self.live()), set(self.pages._pool.kept_pages().tolist())
+        for seq_id in self.live():
+            if len(self.tokens[seq_id]) % self.page_size:
+                copies = self.pages._append_cost(self.pages._table.row(seq_id), 1)[2]
+                for group, copying in zip(self.pages.groups, copies, strict=True):
+                    last = self.pages.page_ids(seq_id, group=group.name).item(-1)
+                    assert copying == (owners[last] > 1 or last in kept)
+
+    @invariant()
+    def pages_that_can_be_hit_hold_what_their_digest_says(self):
+        if (cache := self.pages._cache) is None:
+            return
+        indexed = self.device.indexed()
+        for page_id, (digest, (group, tokens, keys)) in indexed.items():
+            assert as_bytes(cache.index.digests[page_id]) == digest
+            assert cache.index.find(cache.index.digests[[page_id]]).tolist() == [page_id]
+            start = len(tokens) - self.page_size
+            expected = [content(group, list(tokens), start + i, keys) for i in range(self.page_size)]
+            assert self.device.slots[page_id] == expected
+        found = {digest for digest, _ in indexed.values()} | cache._roots
+        for page_id, (_, (group, _, _)) in indexed.items():
+            if self.pages.groups[group].sliding_window is None:
+                assert as_bytes(cache.index.parents[page_id]) in found  # a child never outlives its parent
+
+    @invariant()
+    def promises_can_be_kept(self):
+        reserved = sum(self.pages._table.num_reserved.item(self.pages._table.row(i)) for i in self.live())
+        assert self.pages.stats().num_reserved_pages == reserved
+        assert self.pages.num_free_pages == self.pages._pool.num_free_pages - reserved >= 0
+        for seq_id, limit in self.promised.items():
+            if limit > (length := len(self.tokens[seq_id])):
+                row = self.pages._table.row(seq_id)
+                available = self.pages.num_free_pages + self.pages._table.num_reserved.item(row)
+                assert self.pages.num_pages_needed(seq_id, limit - length) <= available
+
+    @invariant()
+    def events_tell_what_can_be_hit(self):
+        if self.pages._cache is None or self.pages._cache.events is None:
+            return
+        for event in self.pages.take_events():
+            if event.kind == "stored":
+                self.mirror.add(event.digest)
+            elif event.kind == "removed":
+                self.mirror.remove(event.digest)
+            else:
+                self.mirror.clear()
+        assert self.mirror == {digest for digest, _ in self.device.indexed().values()}
 
     @invariant()
     def stats_count_the_model(self):
-        owners = self.num_owners()
+        owners = self.device.owners(self.live())
         stats = self.pages.stats()
         assert stats.num_used_pages == len(owners)
-        assert stats.num_free_pages == self.pages.num_free_pages
         assert stats.num_shared_pages == sum(count > 1 for count in owners.values())
-        assert stats.num_unshared_pages == sum(owners.values())
-        assert stats.num_tokens == sum(map(len, self.tokens.values()))
-        assert stats.num_sequences == len(self.tokens)
+        assert stats.num_tokens == sum(len(self.tokens[i]) for i in self.live())
+        assert (stats.num_sequences, stats.num_swapped_sequences) == (len(self.live()), len(self.swapped))
 
 
-TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(
-    max_examples=100,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize=True,
-)
+def test_allocator_against_the_model(request):
+    soak = request.config.getoption("--soak")
+    AllocatorMachine.num_steps = 0
+    run_state_machine_as_test(
+        AllocatorMachine,
+        settings=settings(
+            max_examples=20_000 if soak else 130,
+            stateful_step_count=55,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+            derandomize=not soak,
+        ),
+    )
+    assert AllocatorMachine.num_steps >= (1_000_000 if soak else 5_000)

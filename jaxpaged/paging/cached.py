@@ -1,0 +1,379 @@
+"""The verbs of the prefix cache: what can be hit, why, for how long, and who is told."""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpaged.config import cdiv
+from jaxpaged.paging.cache import PrefixCache
+from jaxpaged.paging.digests import (
+    Digests,
+    Key,
+    TokenIds,
+    as_bytes,
+    as_digests,
+    as_tokens,
+    check_keys,
+    hash_pages,
+    root_digest,
+)
+from jaxpaged.paging.lru import PageIds
+from jaxpaged.paging.pool import OutOfPagesError
+from jaxpaged.paging.reports import CachedPages, Eviction, PageCopy, PageEvent, PageExplanation, Restore
+from jaxpaged.paging.state import PageState, verb
+from jaxpaged.paging.tables import SequenceTable
+
+
+class CacheVerbs(PageState):
+    """`commit`, `match`, `explain`, `pin`, `reset`, and what must be moved or told. Nothing is cached without them."""
+
+    __slots__ = ()
+
+    @verb
+    def commit(self, seq_id: Hashable, token_ids: TokenIds) -> None:
+        """Tells that the K and V of these tokens are written, or that the step which writes them is dispatched.
+
+        From then on others hit the full pages among them. Costs O(new pages): what was committed before is not read.
+        Where another sequence committed the same content first, its page takes the place of this one's, which is free:
+        make page tables after the commit, not before. Gives back the pages that no window sees any more.
+
+        Args:
+            seq_id: A sequence.
+            token_ids: All of its tokens that are final, from the first one on; never draft tokens.
+
+        Raises:
+            ValueError, TypeError: No such sequence, or more tokens than it has, or a page was committed with others.
+        """
+        row = self._row(seq_id)
+        num_tokens = self._checked_length(row, seq_id, token_ids)
+        first, end = self._table.num_indexed.item(row), num_tokens // self._page_size
+        if self._cache is not None and end > first:
+            self._enter_pages(self._cache, row, seq_id, token_ids, first, end)
+            self._table.num_indexed[row] = end
+        self._pass_windows(row, num_tokens)
+
+    def match(self, token_ids: TokenIds, *, keys: Iterable[Key] = ()) -> int:
+        """How many tokens of a prompt an `add` now would find; changes nothing."""
+        tokens = as_tokens(token_ids)
+        if self._cache is None or not len(tokens):
+            return 0
+        keys = check_keys(keys)
+        hits = self._cache.find(tokens, keys, (len(tokens) - 1) // self._page_size)
+        return hits.num_pages * self._page_size + self._partial_hit(tokens, keys, hits.num_pages, hits.chain)[1]
+
+    def explain(self, token_ids: TokenIds, *, keys: Iterable[Key] = ()) -> list[PageExplanation]:
+        """Page by page, why an `add` of this prompt now would hit it or miss it; changes nothing."""
+        tokens, keys = as_tokens(token_ids), check_keys(keys)
+        num_pages = cdiv(len(tokens), self._page_size)
+        cache = self._cache
+        if cache is None:
+            reason = "prefix caching is off: PageAllocator(prefix_caching=True) turns it on"
+            return [PageExplanation(i, False, 0, 0, reason) for i in range(num_pages)]
+        num_hits = cache.find(tokens, keys, max(0, len(tokens) - 1) // self._page_size).num_pages
+        chain = self._hash(tokens, keys)
+        found = [cache.index.find(cache.tagged(chain, group)) for group in range(len(self._groups))]
+        misses = np.flatnonzero(np.any([ids == 0 for ids in found], axis=0))
+        first_miss = int(misses[0]) if len(misses) else num_pages
+        explained = []
+        for i in range(num_pages):
+            page_id = int(found[0][i]) if i < len(chain) else 0
+            owners = self._pool.ref_count(page_id) if page_id else 0
+            if i < num_hits:
+                reason = f"hit: {owners} owners" if owners else "hit: cached, nobody owns it now"
+            else:
+                reason = self._why_missed(cache, tokens, keys, i, first_miss, chain, found)
+            explained.append(PageExplanation(i, i < num_hits, page_id, owners, reason))
+        return explained
+
+    @verb
+    def pin(self, token_ids: TokenIds, *, keys: Iterable[Key] = (), expires_at: float | None = None) -> int:
+        """Keeps the pages that this prefix hits now from eviction, until `unpin`, or an `expire` at `expires_at`.
+
+        Pinned pages count as used. Pinning the same prefix again takes the place of the pin before.
+
+        Returns:
+            How many tokens are pinned: a multiple of the page size.
+
+        Raises:
+            OutOfPagesError: The pages are free, and all free pages are promised to sequences.
+        """
+        tokens, keys = as_tokens(token_ids), check_keys(keys)
+        cache = self._cache
+        if cache is None or len(tokens) < self._page_size:
+            return 0
+        hits = cache.find(tokens, keys, len(tokens) // self._page_size)
+        idle = self._pool.num_idle(hits.here)
+        if idle > self.num_free_pages:
+            raise OutOfPagesError(idle, self.num_free_pages, f"pin of {len(tokens)} tokens")
+        cache.pin(self._name_of(tokens, keys), hits.here, expires_at)
+        return hits.num_pages * self._page_size
+
+    @verb
+    def unpin(self, token_ids: TokenIds, *, keys: Iterable[Key] = ()) -> None:
+        """Ends the pin of a prefix, given as it was to `pin`.
+
+        Raises:
+            ValueError: It is not pinned (it may have expired).
+        """
+        tokens, keys = as_tokens(token_ids), check_keys(keys)
+        if self._cache is None or not self._cache.unpin(self._name_of(tokens, keys)):
+            raise ValueError(f"`token_ids` must be a prefix that is pinned; got {len(tokens)} tokens that are not.")
+
+    @verb
+    def expire(self, now: float) -> None:
+        """Ends the pins whose time is up: the same clock as their `expires_at`, whichever that is."""
+        if self._cache is not None:
+            self._cache.expire(now)
+
+    @verb
+    def reset(self) -> None:
+        """Forgets all content and all pins: nothing hits until it is committed anew. Sequences keep their pages."""
+        if self._cache is not None:
+            self._cache.clear()
+            self._table.num_indexed[:] = 0
+
+    @verb
+    def invalidate(self, seq_id: Hashable, num_valid_tokens: int) -> list[Hashable]:
+        """Forgets the content of a sequence's pages after its first tokens, and of all that continues them.
+
+        For pages whose import failed: they count as missed, nobody hits them from now on. Costs a pass over the pool.
+
+        Returns:
+            The sequences that hold one of those pages, this one included: they have to be computed anew from there.
+
+        Raises:
+            ValueError, TypeError: No such sequence, or the count is none within its length.
+        """
+        row = self._row(seq_id)
+        first = self._within(row, seq_id, num_valid_tokens, "`num_valid_tokens`") // self._page_size
+        wrong = np.zeros(self._pool.num_pages, np.bool_)
+        for table in self._tables:
+            wrong[table.pages(row)[first:]] = True
+        wrong[0] = False
+        if self._cache is not None:
+            leaving = self._cache.descendants(np.flatnonzero(wrong))
+            wrong[leaving] = True
+            self._cache.unpin_pages(wrong)
+            self._cache.leave(leaving)
+        return [self._table.seq_ids()[place] for place in self._shorten_indexed(wrong)]
+
+    @verb
+    def take_copies(self) -> list[PageCopy]:
+        """The copies for partial hits; take them right after `add`, and run them in order with those of `append`."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    @verb
+    def take_evictions(self) -> list[Eviction]:
+        """Contents given up since the last call, with `offload=True`: to be exported before anything else is moved."""
+        if self._cache is None or self._cache.evictions is None:
+            return []
+        evictions, self._cache.evictions = self._cache.evictions, []
+        return evictions
+
+    @verb
+    def take_restores(self) -> list[Restore]:
+        """Pages that `add(..., host=...)` found there, since the last call: to be imported before the step."""
+        restores, self._restores = self._restores, []
+        return restores
+
+    @verb
+    def take_events(self) -> list[PageEvent]:
+        """What became and what ceased to be cached since the last call, with `record_events=True`."""
+        if self._cache is None or self._cache.events is None:
+            return []
+        events, self._cache.events = self._cache.events, []
+        return events
+
+    @verb
+    def cached_pages(self) -> CachedPages:
+        """All contents that can be hit, parents before children. Costs a few passes over the pool."""
+        cache = self._cache
+        if cache is None:
+            empty = np.zeros((0, 16), np.uint8)
+            return CachedPages(digests=empty, parents=empty, page_ids=np.zeros(0, np.int32))
+        page_ids = cache.in_order()
+        return CachedPages(
+            digests=np.frombuffer(as_bytes(cache.index.digests[page_ids]), np.uint8).reshape(-1, 16),
+            parents=np.frombuffer(as_bytes(cache.index.parents[page_ids]), np.uint8).reshape(-1, 16),
+            page_ids=page_ids.astype(np.int32),
+            tokens=cache.continuations.tokens[page_ids] if cache.continuations is not None else None,
+        )
+
+    @verb
+    def adopt(self, pages: CachedPages) -> npt.NDArray[np.int32]:
+        """Takes free pages for another's cached contents, as many as are plain, and makes them findable.
+
+        They count as used longer ago than anything here. Import their K and V before anybody can hit them.
+
+        Returns:
+            [n] the page for each content; 0 for one that is here already, whose parent is not, or that has no room.
+        """
+        cache = self._cache
+        if cache is None:
+            raise ValueError("`adopt` needs a prefix cache: PageAllocator(prefix_caching=True).")
+        digests, parents = (as_digests([x.tobytes()]) for x in (pages.digests, pages.parents))
+        room = min(self._pool.num_plain_pages, self.num_free_pages)
+        chosen = cache.adoptable(digests, parents)[:room]
+        adopted = np.zeros(len(digests), np.int32)
+        adopted[chosen] = cache.adopt(digests[chosen], parents[chosen])
+        if cache.continuations is not None and pages.tokens is not None:
+            cache.continuations.enter(adopted[chosen].astype(np.intp), parents[chosen], pages.tokens[chosen])
+        return adopted
+
+    def _enter_pages(
+        self, cache: PrefixCache, row: int, seq_id: Hashable, token_ids: TokenIds, first: int, end: int
+    ) -> None:
+        """Makes the full pages [first, end) of a row findable, in all groups."""
+        keys = self._keys.get(row, ())
+        before = self._chain_before(cache, row, first)
+        hashed_from = first if before is not None else 0  # a window has passed the page before: hash from the start
+        tokens = as_tokens(token_ids[hashed_from * self._page_size : end * self._page_size], _LABEL.format(seq_id))
+        parent = cache.root if before is None else before
+        chain = hash_pages(tokens, self._page_size, parent=parent, keys=keys, first_page=hashed_from)
+        parents = np.concatenate([as_digests([parent]), chain[:-1]])
+        chain, parents = chain[first - hashed_from :], parents[first - hashed_from :]
+        tokens = tokens[(first - hashed_from) * self._page_size :].reshape(-1, self._page_size)
+        self._check_not_another(cache, row, seq_id, first, chain)
+        for group, table in enumerate(self._tables):
+            self._enter_group(cache, group, table, row, first, chain, parents)
+        if cache.continuations is not None:
+            keyed = {key.position // self._page_size - first for key in keys}
+            open_pages = np.array([i for i in range(end - first) if i not in keyed], np.intp)
+            page_ids = self._table.pages(row)[first:end][open_pages].astype(np.intp)
+            cache.continuations.enter(page_ids, parents[open_pages], tokens[open_pages])
+
+    def _chain_before(self, cache: PrefixCache, row: int, first: int) -> bytes | None:
+        """The digest of the page before page `first`; None if no group has that page any more."""
+        if first == 0:
+            return cache.root
+        for group, table in enumerate(self._tables):
+            if page_id := table.pages(row).item(first - 1):
+                return as_bytes(cache.tagged(cache.index.digests[[page_id]], group))
+        return None
+
+    def _check_not_another(self, cache: PrefixCache, row: int, seq_id: Hashable, first: int, chain: Digests) -> None:
+        """Raises where a fork committed one of these pages with other tokens."""
+        for group, table in enumerate(self._tables):
+            page_ids = table.pages(row)[first : first + len(chain)].astype(np.intp)
+            differs = (cache.index.digests[page_ids] != cache.tagged(chain, group)).any(axis=1)
+            differs &= self._pool.kept(page_ids)
+            if differs.any():
+                index = first + int(np.argmax(differs))
+                raise ValueError(
+                    f"`token_ids` of sequence {seq_id!r} must be those that its page {index} was committed with by "
+                    "another sequence that shares it; got others."
+                )
+
+    def _enter_group(
+        self,
+        cache: PrefixCache,
+        group: int,
+        table: SequenceTable,
+        row: int,
+        first: int,
+        chain: Digests,
+        parents: Digests,
+    ) -> None:
+        """Enters a row's pages where their content is new, and settles on one page where it is not."""
+        entries = table.pages(row)[first : first + len(chain)]
+        mine = entries.astype(np.intp)
+        twins = cache.index.find(cache.tagged(chain, group))
+        new = (mine != 0) & (twins == 0)
+        cache.enter(group, mine[new], chain[new], parents[new])
+        double = (mine != 0) & (twins != 0) & (twins != mine)
+        if not double.any():
+            return
+        idle = double & (self._pool.ref_counts(twins) == 0)
+        if idle.any():  # so that a commit never costs a page
+            cache.replace(twins[idle], mine[idle])
+        used = double & ~idle
+        shared = used & (self._pool.ref_counts(mine) > 1)
+        for page_id, twin in zip(mine[shared].tolist(), twins[shared].tolist(), strict=True):
+            self._replace_for_all(table, page_id, twin)
+        private = used & ~shared
+        self._pool.share(twins[private])
+        self._pool.drop(mine[private])
+        entries[private] = twins[private]
+
+    def _replace_for_all(self, table: SequenceTable, page_id: int, twin: int) -> None:
+        """Gives all forks that share a page another of the same content: what they share stays shared."""
+        owners = self._pool.ref_count(page_id)
+        table.replace_everywhere(page_id, twin)
+        self._pool.share(np.array([twin]), owners)
+        self._pool.drop(np.array([page_id]), owners)
+
+    def _partial_hit(
+        self, tokens: npt.NDArray[np.int32], keys: Sequence[Key], num_pages: int, chain: Digests
+    ) -> tuple[int, int]:
+        """The page that goes on like a prompt does after its hits, and for how many tokens; (0, 0) if none does.
+
+        A page with keys of its own is never shared in part: a key changes the tokens after it.
+        """
+        cache, start = self._cache, num_pages * self._page_size
+        if cache is None or cache.continuations is None:
+            return 0, 0
+        if any(start <= key.position < start + self._page_size for key in keys):
+            return 0, 0
+        parent = chain[num_pages - 1 : num_pages] if num_pages else as_digests([cache.root])
+        return cache.closest(parent, tokens[start:-1])
+
+    def _why_missed(
+        self,
+        cache: PrefixCache,
+        tokens: npt.NDArray[np.int32],
+        keys: Sequence[Key],
+        i: int,
+        first_miss: int,
+        chain: Digests,
+        found: list[PageIds],
+    ) -> str:
+        """The reason that page i is no hit."""
+        size = self._page_size
+        if i >= len(chain):
+            return f"not full: {len(tokens) - i * size} of {size} tokens"
+        if (i + 1) * size == len(tokens) and i <= first_miss and all(ids[i] for ids in found):
+            return "holds the last token, which is always computed anew"
+        lacking = [group for group, ids in enumerate(found) if ids[i] == 0]
+        if not lacking:
+            return f"cached, but page {first_miss} before it is not"
+        where = "".join(f" in group {self._groups[lacking[0]].name!r}" for _ in self._groups[1:2])
+        if cache.was_evicted(cache.tagged(chain[i : i + 1], lacking[0])):
+            return "evicted" + where
+        if keys and cache.index.find(cache.tagged(self._hash(tokens, ())[i : i + 1], lacking[0])).any():
+            return f"cached without `keys`, or under others{where}"
+        if i > first_miss:
+            return f"not cached{where}, nor is page {first_miss} before it"
+        return f"never seen{where}, or evicted long ago"
+
+    def _name_of(self, tokens: npt.NDArray[np.int32], keys: Sequence[Key]) -> bytes:
+        """The digest of a prefix's last full page; the root's where it has none."""
+        chain = self._hash(tokens, keys)
+        return as_bytes(chain[-1]) if len(chain) else root_digest(self._page_size)
+
+    def _hash(self, tokens: npt.NDArray[np.int32], keys: Sequence[Key]) -> Digests:
+        """The digests of a prompt's full pages."""
+        return hash_pages(tokens, self._page_size, parent=root_digest(self._page_size), keys=keys)
+
+    def _shorten_indexed(self, wrong: npt.NDArray[np.bool_]) -> list[int]:
+        """Lets no sequence count a wrong page as indexed; the places of the sequences that hold one."""
+        rows = self._table.all_rows()
+        holding: set[int] = set()
+        for table in self._tables:
+            places, indices, page_ids = table.entries(rows)
+            hit = wrong[page_ids]
+            np.minimum.at(self._table.num_indexed, rows[places[hit]], indices[hit])
+            holding.update(np.unique(places[hit]).tolist())
+        return sorted(holding)
+
+    def _checked_length(self, row: int, seq_id: Hashable, token_ids: TokenIds) -> int:
+        if not isinstance(token_ids, np.ndarray | list | tuple | range):
+            raise TypeError(f"{_LABEL.format(seq_id)} must be its tokens; got {type(token_ids).__name__}.")
+        length = self._table.num_tokens.item(row)
+        if len(token_ids) > length:
+            raise ValueError(f"{_LABEL.format(seq_id)} must be at most its {length} tokens; got {len(token_ids)}.")
+        return len(token_ids)
+
+
+_LABEL = "`token_ids` of sequence {!r}"
