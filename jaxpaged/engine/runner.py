@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxpaged.batch import Batch
 from jaxpaged.config import NULL_PAGE, cdiv
-from jaxpaged.engine.sampling import SamplingBatch, sample
+from jaxpaged.engine.sampling import sample
+from jaxpaged.engine.sampling_batch import SamplingBatch, make_sampling_batch
 from jaxpaged.engine.scheduler import SchedulerConfig, StepPlan
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.paging import PageAllocator
@@ -97,19 +98,9 @@ class Runner:
         return Batch(**jax.device_put(arrays))  # once, here: a model in pieces would upload them for each piece
 
     def make_sampling(self, plan: StepPlan) -> SamplingBatch | None:
-        """How to sample each row, or None when all are greedy."""
-        params = [r.params for r in plan.requests]
-        if all(p.temperature == 0 for p in params):
-            return None
-        num_seqs = bucket(len(params))
-        arrays = {
-            "temperature": _padded([p.temperature for p in params], num_seqs, np.float32),
-            "top_k": _padded([min(p.top_k, 2**31 - 1) for p in params], num_seqs, np.int32),
-            "top_p": _padded([p.top_p for p in params], num_seqs, np.float32),
-            "seed": _padded([p.seed for p in params], num_seqs, np.uint32),
-            "position": _padded([r.num_tokens for r in plan.requests], num_seqs, np.int32),
-        }
-        return SamplingBatch(**jax.device_put(arrays))
+        """How to sample each row, or None when all are plainly greedy."""
+        sampling = make_sampling_batch(plan.requests, bucket(len(plan.requests)))
+        return None if sampling is None else jax.device_put(sampling)
 
 
 def bucket(n: int) -> int:
@@ -125,7 +116,7 @@ def _padded(values, length: int, dtype) -> np.ndarray:
 
 def _step_in_pieces(model: Model, cache: KVCache, batch: Batch, sampling: SamplingBatch | None):
     logits, cache = model(cache, batch)
-    return _sample(logits, sampling), cache
+    return _sample(logits, sampling).token_ids, cache
 
 
 _sample = jax.jit(sample)
@@ -134,7 +125,7 @@ _sample = jax.jit(sample)
 @partial(jax.jit, donate_argnames="cache")
 def _compiled_step(model: Model, cache: KVCache, batch: Batch, sampling: SamplingBatch | None):
     logits, cache = model(cache, batch)
-    return sample(logits, sampling), cache
+    return sample(logits, sampling).token_ids, cache
 
 
 @partial(jax.jit, donate_argnames="cache")

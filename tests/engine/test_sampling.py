@@ -54,7 +54,7 @@ def test_sample_greedy_takes_the_largest_logit():
 def test_sample_of_one_row_is_the_same_in_any_batch():
     logits = logits_of(6)
     whole = sample(logits, params_of(6, seed=jnp.arange(6), position=jnp.arange(6) + 10))
-    alone = [int(sample(logits[i : i + 1], params_of(1, seed=i, position=i + 10))[0]) for i in range(6)]
+    alone = [int(sample(logits[i : i + 1], params_of(1, seed=i, position=i + 10)).token_ids[0]) for i in range(6)]
     assert whole.tolist() == alone
 
 
@@ -87,7 +87,7 @@ def test_sample_draws_follow_the_distribution(temperature, top_k, top_p):
 
 def test_sample_with_another_seed_or_position_draws_anew():
     logits = jnp.zeros((1, VOCAB))
-    draws = {int(sample(logits, params_of(1, seed=s, position=p))[0]) for s in range(5) for p in range(5)}
+    draws = {int(sample(logits, params_of(1, seed=s, position=p)).token_ids[0]) for s in range(5) for p in range(5)}
     assert len(draws) > 10
 
 
