@@ -1,4 +1,4 @@
-"""The command line: `jaxpaged generate` and `jaxpaged info`.
+"""The command line: `jaxpaged generate`, `jaxpaged memory-map` and `jaxpaged info`.
 
 Text and JSON go to stdout and nothing else does; progress and the summary go to stderr. A mistake of the caller ends in
 one line on stderr and exit code 2.
@@ -120,6 +120,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--backend", choices=get_args(Backend), default="auto")
     generate.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     generate.add_argument("--format", choices=("text", "json"), default="text")
+
+    memory_map = commands.add_parser("memory-map", help="draw which page of a pool is whose", allow_abbrev=False)
+    memory_map.set_defaults(run=_memory_map)
+    memory_map.add_argument(
+        "trace", nargs="?", metavar="TRACE", help="a file by TraceRecorder (default: a small demo workload)"
+    )
+    memory_map.add_argument("--step", type=int, metavar="N", help="after the first N verbs (default: after all)")
+    memory_map.add_argument("--png", metavar="FILE", help="also draw a picture into FILE")
 
     info = commands.add_parser(
         "info", help="show the device and which attention backends run on it", allow_abbrev=False
@@ -322,6 +330,35 @@ def _summarise(engine: Engine, outputs: list[RequestOutput], max_len: int, secon
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def _memory_map(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from jaxpaged.paging.plot import pool_text, save_png
+    from jaxpaged.paging.trace import TraceError, demo_trace, read_trace
+
+    try:
+        trace = demo_trace() if args.trace is None else read_trace(args.trace)
+        snapshot = trace.replay(args.step).snapshot()
+    except OSError as error:
+        raise UsageError(f"TRACE `{args.trace}` cannot be read: {error.strerror}.") from error
+    except TraceError as error:
+        raise UsageError(str(error)) from error
+    except ValueError as error:
+        raise UsageError(_with_flags(str(error), args)) from error
+    num_steps = len(trace.steps) if args.step is None else args.step
+    of_what = "A built-in demo workload" if args.trace is None else str(args.trace)
+    title = f"{of_what}, after {num_steps} of {len(trace.steps)} verbs"
+    if args.png is not None:
+        try:
+            save_png(snapshot, args.png, title=title)
+        except OSError as error:
+            raise UsageError(f"`--png {args.png}` cannot be written: {error.strerror}.") from error
+        except ModuleNotFoundError as error:
+            raise UsageError(f"`--png` needs {error.name}: install jaxpaged[plot].") from error
+    console = Console(highlight=False)
+    console.print(pool_text(snapshot, title=title, width=min(console.width, 80)), soft_wrap=True)
 
 
 def _info(args: argparse.Namespace) -> None:

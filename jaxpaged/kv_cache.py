@@ -9,7 +9,7 @@ eagerly, each one copies the pool.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,26 @@ class PageBlock:
     v: Float[Array, "num_layers num_exported num_kv_heads page_size head_dim"]
     k_scale: Float[Array, "num_layers num_exported num_kv_heads page_size"] | None = None
     v_scale: Float[Array, "num_layers num_exported num_kv_heads page_size"] | None = None
+
+    def to_host(self) -> dict[str, np.ndarray]:
+        """The arrays by name, in the memory of the host: what `SwapSpace` keeps. Scales that are None are left out.
+
+        They come by way of pinned memory where the device has it, to which it copies at the full speed of the bus.
+        """
+        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        arrays = {name: _to_pinned_memory(x) for name, x in arrays.items() if x is not None}
+        return {name: np.asarray(x) for name, x in arrays.items()}  # all are on their way before the first is awaited
+
+    @classmethod
+    def from_host(cls, arrays: Mapping[str, np.ndarray]) -> "PageBlock":
+        """The block whose `to_host` gave these arrays, on JAX's default device, with the same bits.
+
+        Raises:
+            ValueError: The names are not those of a block.
+        """
+        if not {"k", "v"} <= arrays.keys() <= {field.name for field in dataclasses.fields(cls)}:
+            raise ValueError(f"`arrays` must have k and v, and may have k_scale and v_scale; got {sorted(arrays)}.")
+        return cls(**{name: jax.device_put(x) for name, x in arrays.items()})
 
 
 @jax.tree_util.register_dataclass
@@ -311,6 +331,12 @@ class KVCache:
             k_scale=pools.get("k_scale", self.k_scale),
             v_scale=pools.get("v_scale", self.v_scale),
         )
+
+
+def _to_pinned_memory(x: Array) -> Array:
+    """`x` in host memory that the device can write to by itself; `x` where there is none."""
+    kinds = {memory.kind for device in x.sharding.device_set for memory in device.addressable_memories()}
+    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) if "pinned_host" in kinds else x
 
 
 def _check_pool_size(shape: tuple[int, ...], dtype: str) -> None:

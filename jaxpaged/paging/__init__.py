@@ -6,6 +6,8 @@ What is decided here (which page to take, to copy, to give back) is executed on 
 from jaxpaged.paging.allocator import PageAllocator
 from jaxpaged.paging.digests import Key
 from jaxpaged.paging.groups import PageGroup
+from jaxpaged.paging.offload import exchange_pages
+from jaxpaged.paging.persist import load_prefix_cache, save_prefix_cache
 from jaxpaged.paging.pool import OutOfPagesError, PagePool
 from jaxpaged.paging.reports import (
     CachedPages,
@@ -19,6 +21,8 @@ from jaxpaged.paging.reports import (
     Restore,
     SharingStats,
 )
+from jaxpaged.paging.swap import SwapSpace, SwapStats
+from jaxpaged.paging.trace import TraceRecorder, read_trace
 
 __all__ = [
     "CachedPages",
@@ -36,4 +40,11 @@ __all__ = [
     "PoolSnapshot",
     "Restore",
     "SharingStats",
+    "SwapSpace",
+    "SwapStats",
+    "TraceRecorder",
+    "exchange_pages",
+    "load_prefix_cache",
+    "read_trace",
+    "save_prefix_cache",
 ]

@@ -6,7 +6,7 @@ inside one raises.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -104,12 +104,26 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         """The groups, in order."""
         return self._groups
 
-    def can_allocate(self, num_tokens: TokenIds | SupportsIndex, *, keys: Iterable[Key] = ()) -> bool:
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that make an empty allocator which decides alike."""
+        return {
+            "num_pages": self.num_pages,
+            "page_size": self.page_size,
+            "prefix_caching": self._cache is not None,
+            "partial_hits": self._cache is not None and self._cache.continuations is not None,
+            "groups": self._groups,
+            "max_pages_per_seq": self._max_pages,
+        }
+
+    def can_allocate(
+        self, num_tokens: TokenIds | SupportsIndex, *, keys: Iterable[Key] = (), host: HostPages | None = None
+    ) -> bool:
         """Whether `add` of a sequence with so many tokens, or with these, would find its pages now."""
         count = _num_tokens(num_tokens, "`num_tokens`")
         if self._max_pages is not None and count > self._max_pages * self._page_size:
             return False
-        needed, idle = self._add_cost(count, self._find(num_tokens, count, check_keys(keys), None))
+        needed, idle = self._add_cost(count, self._find(num_tokens, count, check_keys(keys), host))
         return needed + idle <= self.num_free_pages
 
     def add(
@@ -235,19 +249,20 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         rows = self._table.all_rows()
         owner, fill = np.full(num_pages, -1, np.int32), np.zeros(num_pages, np.int32)
         every = np.arange(num_pages)
-        ref_count, kept = self._pool.all_ref_counts(), self._pool.kept(every)
+        ref_count, kept = np.zeros(num_pages, np.int32), self._pool.kept(every)
         fill[kept] = self._page_size
         for table in self._tables:
             places, indices, page_ids = table.entries(rows)
             owner[page_ids[::-1]] = places[::-1]  # so that the first one stays
+            ref_count += np.bincount(page_ids, minlength=num_pages).astype(np.int32)
             tokens = self._table.num_tokens[rows][places] - indices * self._page_size
             np.maximum.at(fill, page_ids, np.minimum(tokens, self._page_size).astype(np.int32))
         state = np.select(
-            [(ref_count > 0) & (owner < 0), ref_count > 1, ref_count == 1, kept],
-            [reports.PINNED, reports.SHARED, reports.USED, reports.CACHED],
+            [ref_count > 1, ref_count == 1, self._pool.all_ref_counts() > 0, kept],
+            [reports.SHARED, reports.USED, reports.PINNED, reports.CACHED],
             reports.FREE,
         ).astype(np.uint8)
-        owner[0], fill[0], state[0] = -1, 0, reports.NULL
+        owner[0], ref_count[0], fill[0], state[0] = -1, 0, 0, reports.NULL
         return PoolSnapshot(
             owner=owner,
             ref_count=ref_count,
@@ -268,10 +283,21 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         hits = self._find(token_ids, num_tokens, keys, host)
         needed, idle = self._add_cost(num_tokens, hits)
         self._require(needed, self.num_free_pages - idle, "add", seq_id, num_tokens)
-        self._place(seq_id, num_tokens, hits, needed)
+        if self._cache is None or not isinstance(token_ids, np.ndarray | list | tuple | range):
+            self._place(seq_id, num_tokens, hits, needed)
+            num_hit = 0
+        else:
+            # Found before pages are taken: the page to copy from may be one of them, and keeps its content until then.
+            page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
+            self._place(seq_id, num_tokens, hits, needed)
+            if in_part:
+                self._copies.append(PageCopy(page_id, self.page_ids(seq_id).item(hits.num_pages)))
+            num_hit = hits.num_pages * self._page_size + in_part
+            self._cache.num_hit_tokens += num_hit
+            self._cache.num_missed_tokens += num_tokens - num_hit
         if keys:
             self._keys[self._table.row(seq_id)] = keys
-        return self._count_hits(token_ids, keys, seq_id, hits)
+        return num_hit
 
     def _find(
         self, token_ids: TokenIds | SupportsIndex, num_tokens: int, keys: tuple[Key, ...], host: HostPages | None
@@ -312,21 +338,6 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         self._cache.enter(group, page_ids, hits.chain[indices], before[indices])
         digests = map(as_bytes, self._cache.index.digests[page_ids])
         self._restores += map(Restore, digests, page_ids.tolist())
-
-    def _count_hits(
-        self, token_ids: TokenIds | SupportsIndex, keys: tuple[Key, ...], seq_id: Hashable, hits: Hits
-    ) -> int:
-        """Tokens found, with those of a page hit in part, whose copy is listed."""
-        if self._cache is None or not isinstance(token_ids, np.ndarray | list | tuple | range):
-            return 0
-        num_hit = hits.num_pages * self._page_size
-        page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
-        if in_part:
-            self._copies.append(PageCopy(page_id, self._table.pages(self._table.row(seq_id)).item(hits.num_pages)))
-            num_hit += in_part
-        self._cache.num_hit_tokens += num_hit
-        self._cache.num_missed_tokens += len(token_ids) - num_hit
-        return num_hit
 
 
 def _num_tokens(token_ids: TokenIds | SupportsIndex, label: str, *names: object) -> int:

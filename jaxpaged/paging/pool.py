@@ -129,6 +129,8 @@ class PagePool:
     def put(self, page_ids: memoryview) -> None:
         """Makes pages plain whose content is not kept, and whose one owner is the caller: `take` undone."""
         top = self._top
+        if self._known_from < top:
+            self._known_from = top
         self._top = start = top - len(page_ids)
         self._free_view[start:top] = page_ids
 
@@ -221,16 +223,16 @@ class PagePool:
             page_ids = page_ids[~kept]
         self._counts[page_ids] = 1
         top = self._top
+        self._known_from = max(self._known_from, top)
         self._top = top - len(page_ids)
         self._free[self._top : top] = page_ids
 
     def _are_plain(self, page_ids: PageIds) -> npt.NDArray[np.bool_]:
         """[len(page_ids)] whether each page is on the stack. Notes the places of those put there since it was asked."""
         top = self._top
-        known_from = max(self._known_from, top)
-        if top < known_from:
-            self._place[self._free[top:known_from]] = np.arange(top, known_from, dtype=np.int32)
-        self._known_from = top
+        if top < self._known_from:
+            self._place[self._free[top : self._known_from]] = np.arange(top, self._known_from, dtype=np.int32)
+            self._known_from = top
         places = self._place.take(page_ids, mode="clip")
         return (places >= top) & (self._free.take(places, mode="clip") == page_ids)
 

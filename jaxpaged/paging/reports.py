@@ -192,7 +192,7 @@ class PoolSnapshot:
 
     Attributes:
         owner: [num_pages] int32, the first of `seq_ids` that holds the page, by its place there; -1 where none does.
-        ref_count: [num_pages] int32.
+        ref_count: [num_pages] int32, how many sequences hold the page; a pin is none.
         state: [num_pages] uint8: FREE, NULL, USED, SHARED, CACHED or PINNED.
         fill: [num_pages] int32, tokens in the page.
         seq_ids: The live sequences.
