@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -165,15 +165,49 @@ class FinishReason(enum.Enum):
     """It generated a stop token."""
     LENGTH = "length"
     """It reached `max_new_tokens`, or the end of the model's context."""
+    ABORT = "abort"
+    """The caller gave it up."""
+    DEADLINE = "deadline"
+    """Its deadline passed."""
+    ERROR = "error"
+    """Its step failed, or the model's logits for it were not finite; `error` says how."""
 
 
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class QueueFullError(RuntimeError):
+    """As many requests wait as `max_num_waiting` allows: try again later."""
+
+
+class NewToken(NamedTuple):
+    """One generated token, or the end of a request that ended without one.
+
+    Attributes:
+        token_id: None where the request ended by abort, deadline or error.
+        finish_reason: Why it ended, if this was the last of it.
+        error: The cause, where the reason is DEADLINE or ERROR.
+    """
+
+    request_id: int
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Request:
     """One prompt and what has been generated from it.
 
     Attributes:
         max_tokens: Prompt and output together, at most.
-        num_computed_tokens: Tokens whose K and V are in the cache. Back to 0 when the request is preempted.
+        priority: Lower numbers go first; among equals the lower id, which came first.
+        deadline: When it fails if it has not ended, by the clock of `Scheduler.schedule`.
+        output_token_ids: What has been read from the device.
+        num_tokens: Prompt and output, with tokens that a step which is still running will have drawn.
+        num_computed_tokens: Tokens whose K and V the steps dispatched so far write. Back to 0 when it starts over.
+        num_prefix_tokens: Of those, found by prefix hit.
+        is_prompting: Its pages are allocated up to the last token known, which is not computed yet.
+        is_swapped: Its pages are in the swap space.
+        max_new_tokens: What `max_tokens` leaves for the output.
+        needs_history: Drawing its next token takes all earlier ones on the host, so that steps cannot overlap.
         num_pages: Pages it held when it finished.
     """
 
@@ -181,25 +215,55 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     max_tokens: int
+    priority: int = 0
+    deadline: float | None = None
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0
     num_computed_tokens: int = 0
+    num_prefix_tokens: int = 0
+    is_prompting: bool = True
+    is_swapped: bool = False
     num_pages: int = 0
     finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    max_new_tokens: int = 0
+    needs_history: bool = False
+    _buffer: np.ndarray | None = None
+    _num_buffered: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids)
+        self.max_new_tokens = self.max_tokens - self.num_tokens
+        self.needs_history = self.params.has_penalties
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and output so far."""
+    def order(self) -> tuple[int, int]:
+        """What requests are sorted by."""
+        return self.priority, self.request_id
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and output that the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_pending(self) -> int:
+        """Tokens drawn by a step that is still running: only the device knows them."""
+        return self.num_tokens - self.num_known
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens that are known and not yet computed; 1 while it decodes."""
+        """Tokens that are not yet computed; 1 while it decodes."""
         return self.num_tokens - self.num_computed_tokens
 
-    def tokens(self, begin: int, end: int) -> list[int]:
-        """Tokens `begin` to `end` of prompt and output, one behind the other."""
-        prompt = len(self.prompt_token_ids)
-        return [
-            *self.prompt_token_ids[begin:end],
-            *self.output_token_ids[max(0, begin - prompt) : max(0, end - prompt)],
-        ]
+    def known_tokens(self) -> np.ndarray:
+        """[num_known] int32, prompt and output: a view, not to be written to. Costs O(tokens new since the last call)."""
+        num_prompt, num_known = len(self.prompt_token_ids), self.num_known
+        if self._buffer is None:
+            self._buffer = np.empty(max(self.max_tokens, num_known), np.int32)
+            self._buffer[:num_prompt] = self.prompt_token_ids
+            self._num_buffered = num_prompt
+        if num_known > self._num_buffered:
+            self._buffer[self._num_buffered : num_known] = self.output_token_ids[self._num_buffered - num_prompt :]
+            self._num_buffered = num_known
+        return self._buffer[:num_known]

@@ -155,9 +155,7 @@ def append_tokens(params: SamplingBatch, token_ids: Int[Array, "num_seqs num_new
     return dataclasses.replace(params, penalties=dataclasses.replace(params.penalties, token_ids=history))
 
 
-def process(
-    logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch
-) -> Float[Array, "num_seqs vocab_size"]:
+def process(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch) -> Float[Array, "num_seqs vocab_size"]:
     """Logits after bans, bias and penalties: what greedy rows take the largest of. A feature unused is exact: x - 0."""
     logits = logits.astype(jnp.float32)
     row = jnp.arange(logits.shape[0])[:, None]

@@ -36,6 +36,13 @@ def make_engine(model, num_pages: int = 80, limits: SchedulerConfig = LIMITS) ->
     return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), limits)
 
 
+def carry_out(engine, plan) -> None:
+    """A step by hand, in lockstep."""
+    drawn = engine.runner.run(plan)
+    engine.scheduler.dispatched(plan)
+    engine.scheduler.update(plan, *drawn)
+
+
 def solo(model, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
     [output] = make_engine(model).generate([prompt], params)
     return output.token_ids
@@ -184,7 +191,7 @@ def test_make_batch_of_any_step_passes_the_value_check(model):
         batch = engine.runner.make_batch(plan)
         jp.check_batch_values(batch, num_pages=80, page_size=4, vocab_size=CONFIG.vocab_size)
         assert batch.page_table.shape[1] == 24
-        engine.scheduler.update(plan, engine.runner.run(plan))
+        carry_out(engine, plan)
         steps += 1
     assert steps > 6
 
@@ -194,13 +201,13 @@ def test_run_with_page_copies_makes_them_before_it_writes(model):
     engine = make_engine(model)
     request_id = engine.add_request(PROMPTS[1][:6], SamplingParams(max_new_tokens=4))
     plan = engine.scheduler.schedule()
-    engine.scheduler.update(plan, engine.runner.run(plan))
+    carry_out(engine, plan)
     engine.pages.fork(request_id, "witness")
     shared = engine.pages.page_ids("witness")
     before = engine.runner.cache.export_pages(jnp.asarray(shared))
     plan = engine.scheduler.schedule()
     assert [copy.src for copy in plan.page_copies] == [shared[-1]]
-    engine.scheduler.update(plan, engine.runner.run(plan))
+    carry_out(engine, plan)
     after = engine.runner.cache.export_pages(jnp.asarray(shared))
     np.testing.assert_array_equal(before.k, after.k)
     moved = engine.pages.page_ids(request_id)[-1]
@@ -217,7 +224,7 @@ def test_step_that_fails_makes_its_requests_start_over_with_the_same_tokens(mode
     expected = [solo(model, prompt, SAMPLED) for prompt in PROMPTS[:2]]
     for fails_after in (False, True):
         engine = make_engine(model)
-        run, calls = engine.runner.run, []
+        run, calls = engine.runner.dispatch, []
 
         def failing(plan, run=run, calls=calls, fails_after=fails_after, engine=engine):
             calls.append(plan)
@@ -227,7 +234,7 @@ def test_step_that_fails_makes_its_requests_start_over_with_the_same_tokens(mode
                 raise KeyboardInterrupt
             return run(plan)
 
-        monkeypatch.setattr(engine.runner, "run", failing)
+        monkeypatch.setattr(engine.runner, "dispatch", failing)
         ids = [engine.add_request(prompt, SAMPLED) for prompt in PROMPTS[:2]]
         got: dict[int, list[int]] = {i: [] for i in ids}
         interrupts = 0
