@@ -1,8 +1,8 @@
 """Continuous batching over one cache: `Request -> Scheduler -> StepPlan -> Runner -> Batch -> model -> sample`."""
 
 from jaxpaged.engine.engine import Engine, RequestOutput
+from jaxpaged.engine.plan import SchedulerConfig
 from jaxpaged.engine.request import FinishReason, NewToken, QueueFullError, SamplingParams
-from jaxpaged.engine.scheduler import SchedulerConfig
 from jaxpaged.engine.speculation import NgramSpeculation
 from jaxpaged.engine.stats import EngineStats
 

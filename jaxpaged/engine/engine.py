@@ -3,23 +3,24 @@
 `generate -> step -> Scheduler.schedule -> Runner.dispatch`, then `Runner.read -> Scheduler.update` of the step before.
 """
 
+import asyncio
 import dataclasses
 import functools
 import itertools
-import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from jaxpaged.config import CacheConfig
-from jaxpaged.engine.plan import StepPlan
+from jaxpaged.engine.plan import SchedulerConfig, StepPlan
 from jaxpaged.engine.progress import progress_bar
-from jaxpaged.engine.request import FinishReason, NewToken, Request, SamplingParams
+from jaxpaged.engine.request import FinishReason, NewToken, Request, SamplingParams, check_token_ids
 from jaxpaged.engine.runner import InFlight, Model, Runner
-from jaxpaged.engine.scheduler import Scheduler, SchedulerConfig
+from jaxpaged.engine.scheduler import Scheduler
 from jaxpaged.engine.speculation import NgramSpeculation
 from jaxpaged.engine.stats import EngineStats, StepTimes
+from jaxpaged.engine.streams import TokenStream
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.paging import PageAllocator
 from jaxpaged.paging.swap import SwapSpace
@@ -96,6 +97,7 @@ class Engine:
         self._new: list[NewToken] = []  # not yet handed out
         self._mailboxes: dict[int, deque[NewToken]] = {}
         self._lock = threading.Lock()
+        self._stepping: asyncio.Future | None = None
         self._times = StepTimes()
         self._num_steps = self._num_tokens = self._num_finished = self._num_failed = 0
 
@@ -120,7 +122,36 @@ class Engine:
             OutOfPagesError: The pool is too small for this request alone.
             QueueFullError: `max_num_waiting` requests wait.
         """
-        return self._add(prompt_token_ids, params or SamplingParams(), priority, deadline).request_id
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"`n` must be 1 here; got {params.n}. Add a request of `params.of_sample(i)` for each i.")
+        return self._add(prompt_token_ids, params, priority, deadline).request_id
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> TokenStream:
+        """Queues a prompt and returns its tokens as they come: `for token in ...`, or `async for token in ...`.
+
+        Whoever reads drives the engine; several streams, and `step`, may take turns. Of async streams any number run
+        together. Abandoning a stream aborts its request.
+
+        Raises:
+            ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`.
+        """
+        mailbox: deque[NewToken] = deque()
+        request = self._add(prompt_token_ids, params or SamplingParams(), priority, deadline, mailbox)
+        return TokenStream(self, request.request_id, mailbox)
+
+    async def step_async(self) -> None:
+        """One `step` in a thread of its own; who calls while it runs waits for the same one."""
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.ensure_future(asyncio.to_thread(self.step))
+        await asyncio.shield(self._stepping)
 
     def step(self) -> list[NewToken]:
         """Starts one step, and returns the tokens of the one before.
@@ -164,6 +195,11 @@ class Engine:
             finally:
                 self._lock.release()
 
+    def close_stream(self, request_id: int) -> None:
+        """Aborts the request of a stream, unless it has ended, and delivers nothing to it any more."""
+        self._mailboxes.pop(request_id, None)
+        self.abort(request_id)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -175,11 +211,11 @@ class Engine:
 
         Args:
             prompts: Token ids.
-            params: For all, or one for each prompt.
-            on_token: Called with each token as it comes; its `request_id` is here the index of the prompt.
+            params: For all, or one for each prompt. One with `n` above 1 makes as many outputs, one after another.
+            on_token: Called with each token as it comes; its `request_id` is here the index of the output.
 
         Returns:
-            One output a prompt, in the order given.
+            One output a prompt and sample, in the order given.
 
         Raises:
             ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`, before anything is computed.
@@ -198,7 +234,8 @@ class Engine:
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
-                requests.append(self._add(prompt, p))
+                p.check(self._vocab_size)
+                requests += [self._add(prompt, p.of_sample(i) if p.n > 1 else p) for i in range(p.n)]
             index = {r.request_id: i for i, r in enumerate(requests)}
             while self.has_unfinished():
                 for token in self.step():
@@ -256,7 +293,7 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             num_finished=self._num_finished,
             num_failed=self._num_failed,
-            num_swap_outs=scheduler.num_swap_outs,
+            num_swap_outs=scheduler.holdings.num_swap_outs,
             num_pages=pages.num_pages - 1,
             num_free_pages=pages.num_free_pages,
             num_hit_tokens=of_pages.num_hit_tokens,
@@ -322,8 +359,8 @@ class Engine:
                 del self._requests[token.request_id]
                 self._num_finished += 1
                 self._num_failed += token.error is not None
-            if self._mailboxes and token.request_id in self._mailboxes:
-                self._mailboxes[token.request_id].append(token)
+            if (mailbox := self._mailboxes.get(token.request_id)) is not None:
+                mailbox.append(token)
         return new
 
     def _add(
@@ -332,9 +369,10 @@ class Engine:
         params: SamplingParams,
         priority: int = 0,
         deadline: float | None = None,
+        mailbox: deque[NewToken] | None = None,
     ) -> Request:
         params.check(self._vocab_size)
-        token_ids = self._checked(prompt_token_ids)
+        token_ids = check_token_ids(prompt_token_ids, self._vocab_size)
         request = Request(
             request_id=next(self._ids),
             prompt_token_ids=token_ids,
@@ -343,26 +381,16 @@ class Engine:
             priority=priority,
             deadline=deadline,
         )
-        self.scheduler.add(request)
-        self._requests[request.request_id] = request
+        self._requests[request.request_id] = request  # first: another thread may be in `step`
+        if mailbox is not None:
+            self._mailboxes[request.request_id] = mailbox
+        try:
+            self.scheduler.add(request)
+        except (ValueError, RuntimeError):
+            del self._requests[request.request_id]
+            self._mailboxes.pop(request.request_id, None)
+            raise
         return request
-
-    def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        limit = 2**31 if self._vocab_size is None else self._vocab_size
-        checked = []
-        for place, token_id in enumerate(token_ids):
-            try:
-                checked.append(operator.index(token_id))
-            except TypeError as error:
-                raise TypeError(
-                    f"`prompt_token_ids[{place}]` must be an integer; got {token_id!r}. Encode it."
-                ) from error
-            if not 0 <= checked[-1] < limit:
-                raise ValueError(
-                    f"`prompt_token_ids[{place}]` must be from 0 to vocab_size - 1 = {limit - 1}; got {token_id}. "
-                    "Does the tokenizer belong to this model?"
-                )
-        return tuple(checked)
 
 
 def _output(request: Request) -> RequestOutput:

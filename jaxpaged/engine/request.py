@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -207,6 +208,7 @@ class Request:
         is_prompting: Its pages are allocated up to the last token known, which is not computed yet.
         is_swapped: Its pages are in the swap space.
         max_new_tokens: What `max_tokens` leaves for the output.
+        stop_token_ids: Of `params`.
         needs_history: Drawing its next token takes all earlier ones on the host, so that steps cannot overlap.
         num_pages: Pages it held when it finished.
     """
@@ -227,6 +229,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     max_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
     needs_history: bool = False
     _buffer: np.ndarray | None = None
     _num_buffered: int = 0
@@ -234,6 +237,7 @@ class Request:
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids)
         self.max_new_tokens = self.max_tokens - self.num_tokens
+        self.stop_token_ids = self.params.stop_token_ids
         self.needs_history = self.params.has_penalties
 
     @property
@@ -257,7 +261,7 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     def known_tokens(self) -> np.ndarray:
-        """[num_known] int32, prompt and output: a view, not to be written to. Costs O(tokens new since the last call)."""
+        """[num_known] int32, prompt and output: a view, not to be written to. O(tokens new since the last call)."""
         num_prompt, num_known = len(self.prompt_token_ids), self.num_known
         if self._buffer is None:
             self._buffer = np.empty(max(self.max_tokens, num_known), np.int32)
@@ -267,3 +271,20 @@ class Request:
             self._buffer[self._num_buffered : num_known] = self.output_token_ids[self._num_buffered - num_prompt :]
             self._num_buffered = num_known
         return self._buffer[:num_known]
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int | None) -> tuple[int, ...]:
+    """A prompt as plain integers. Raises TypeError or ValueError for the first that is no token, by its place."""
+    limit = 2**31 if vocab_size is None else vocab_size
+    checked = []
+    for place, token_id in enumerate(token_ids):
+        try:
+            checked.append(operator.index(token_id))
+        except TypeError as error:
+            raise TypeError(f"`prompt_token_ids[{place}]` must be an integer; got {token_id!r}. Encode it.") from error
+        if not 0 <= checked[-1] < limit:
+            raise ValueError(
+                f"`prompt_token_ids[{place}]` must be from 0 to vocab_size - 1 = {limit - 1}; got {token_id}. "
+                "Does the tokenizer belong to this model?"
+            )
+    return tuple(checked)

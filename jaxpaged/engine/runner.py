@@ -19,11 +19,10 @@ from jaxpaged.batch import Batch
 from jaxpaged.config import NULL_PAGE, cdiv
 from jaxpaged.engine.packing import Layout, pack, unpack
 from jaxpaged.engine.page_mover import PageMover
-from jaxpaged.engine.plan import StepPlan
+from jaxpaged.engine.plan import SchedulerConfig, StepPlan
 from jaxpaged.engine.request import Request, SamplingParams
 from jaxpaged.engine.sampling import sample
 from jaxpaged.engine.sampling_batch import SamplingBatch, SamplingFeatures, features_of, make_sampling_batch
-from jaxpaged.engine.scheduler import SchedulerConfig
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.paging import PageAllocator
 from jaxpaged.paging.swap import SwapSpace
@@ -212,9 +211,11 @@ class Runner:
         num_tokens, is_decode = int(q_lens.sum()), len(q_lens) == int(q_lens.sum())
         batch = self._padding(*self._shape(len(rows), None if is_decode else num_tokens))
         from_row = np.full(len(batch.token_ids), -1, np.int32)
-        row_of_token = np.repeat(np.arange(len(rows)), q_lens)
-        first = np.cumsum(q_lens) - q_lens
-        positions = np.arange(num_tokens) + np.repeat(begins - first, q_lens)
+        row_of_token, positions, first = np.arange(len(rows)), begins, None
+        if not is_decode:
+            row_of_token = np.repeat(row_of_token, q_lens)
+            first = np.cumsum(q_lens) - q_lens
+            positions = np.arange(num_tokens) + np.repeat(begins - first, q_lens)
         batch.positions[:num_tokens] = positions
         batch.page_table[: len(rows)] = table
         batch.seq_lens[: len(rows)] = begins + q_lens

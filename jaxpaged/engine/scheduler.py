@@ -10,7 +10,6 @@ not hold them yet.
 """
 
 import bisect
-import dataclasses
 import heapq
 import math
 from collections import deque
@@ -19,38 +18,16 @@ from operator import attrgetter
 
 import numpy as np
 
-from jaxpaged.checks import as_count
 from jaxpaged.config import cdiv
-from jaxpaged.engine.plan import StepBuilder, StepPlan, SwapIn, SwapOut
+from jaxpaged.engine.holdings import Holdings
+from jaxpaged.engine.plan import SchedulerConfig, StepBuilder, StepPlan
 from jaxpaged.engine.request import FinishReason, NewToken, QueueFullError, Request
 from jaxpaged.engine.speculation import NgramSpeculation
 from jaxpaged.paging import OutOfPagesError, PageAllocator
 from jaxpaged.paging.swap import SwapSpace
 
 _ORDER = attrgetter("order")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of a step.
-
-    Attributes:
-        max_num_seqs: Requests that run at the same time.
-        max_step_tokens: Tokens in one step. Decoding comes first; longer prompts take several steps.
-        max_model_len: Tokens of a sequence, prompt and output. Also the width of the page tables.
-        max_num_waiting: Requests that may wait; one more is refused. None is no limit.
-    """
-
-    max_num_seqs: int = 64
-    max_step_tokens: int = 512
-    max_model_len: int = 8192
-    max_num_waiting: int | None = None
-
-    def check(self) -> None:
-        """Raises ValueError for a limit below 1, TypeError for one that is no integer, by name."""
-        for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) is not None or field.default is not None:
-                as_count(value, f"`{field.name}`", minimum=1)
+_new_tuple = tuple.__new__  # half of what a NamedTuple's own constructor takes, once a token
 
 
 class Scheduler:
@@ -78,12 +55,11 @@ class Scheduler:
         config.check()
         self.config = config
         self.pages = pages
-        self.swap = swap
+        self.holdings = Holdings(pages, swap)
         self.speculation = speculation
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.num_swap_outs = 0
         self.num_drafts = 0
         self.num_accepted_drafts = 0
         self.peak_num_pages = 0
@@ -92,7 +68,6 @@ class Scheduler:
         self._ended: list[NewToken] = []
         self._has_ended = False
         self._num_with_history = 0
-        self._refusal: tuple[Request, int] | None = None  # who did not fit, and how many pages were free
 
     @property
     def num_waiting(self) -> int:
@@ -112,19 +87,7 @@ class Scheduler:
             OutOfPagesError: The request needs more pages than the pool has, so that it could never finish.
             QueueFullError: `max_num_waiting` requests wait.
         """
-        length, limit = len(request.prompt_token_ids), self.config.max_model_len
-        if length == 0:
-            raise ValueError("`prompt` must hold at least one token; got none. There is nothing to continue.")
-        if length >= limit:
-            raise ValueError(
-                f"`prompt` must be shorter than the context of {limit} tokens, to leave room for one more; got "
-                f"{length} tokens. Shorten it."
-            )
-        needed, usable = cdiv(request.max_tokens - 1, self.pages.page_size), self.pages.num_pages - 1
-        if needed > usable:  # The last token is never stored.
-            new = request.max_tokens - length
-            what = f"`prompt` of {length} tokens with up to {new} new ones, in pages of {self.pages.page_size},"
-            raise OutOfPagesError(needed, usable, what)
+        self.config.check_request(request, self.pages.num_pages, self.pages.page_size)
         if self.config.max_num_waiting is not None and self.num_waiting >= self.config.max_num_waiting:
             raise QueueFullError(
                 f"{self.num_waiting} requests are waiting, and `max_num_waiting` is {self.config.max_num_waiting}. "
@@ -146,7 +109,7 @@ class Scheduler:
         self._decode(step)
         for request in self.running:
             if request.is_prompting and step.budget > 0:
-                step.add(request, min(request.num_remaining, step.budget))
+                step.prompt(request)
         if self.waiting and not step.num_preempted:
             self._admit(step)
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
@@ -160,7 +123,7 @@ class Scheduler:
         for request, num_new, samples in zip(plan.requests, plan.num_new_tokens, plan.samples, strict=True):
             request.num_computed_tokens += num_new
             if request.is_prompting:
-                self.pages.commit(request.request_id, request.known_tokens()[: request.num_computed_tokens])
+                self.holdings.commit(request)
                 request.is_prompting = not samples
             if samples:
                 request.num_tokens += 1
@@ -187,11 +150,11 @@ class Scheduler:
                 continue
             output = request.output_token_ids
             output.append(token_id)
-            if token_id in request.params.stop_token_ids:
+            if token_id in request.stop_token_ids:
                 self._end(request, FinishReason.STOP)
             elif len(output) >= request.max_new_tokens:
                 self._end(request, FinishReason.LENGTH)
-            new.append(NewToken(request.request_id, token_id, request.finish_reason))
+            new.append(_new_tuple(NewToken, (request.request_id, token_id, request.finish_reason, None)))
         self._forget_ended()
         return new
 
@@ -211,23 +174,23 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a step that failed with its error."""
         self.end([*plan.requests, *(request for request, _ in plan.swap_ins)], FinishReason.ERROR, error)
-        self._restart_unswapped()
+        self.holdings.restart_unswapped(self.waiting)
 
     def restart_all(self) -> None:
         """Makes all requests start over, with the tokens known: what steps drew or wrote since is lost."""
         self.pages.reset()
         for request in self.running:
-            self._restart(request)
+            self.holdings.restart(request)
         self.waiting = sorted([*self.running, *self.waiting], key=_ORDER)
         self.running = []
-        self._restart_unswapped(with_pending=True)
+        self.holdings.restart_unswapped(self.waiting, with_pending=True)
         for request in self.waiting:
             request.num_tokens = request.num_known
 
     def lose(self, request: Request) -> None:
         """Makes one running request start over: its pages did not come back from the swap space."""
         self.running.remove(request)
-        self._restart(request)
+        self.holdings.restart(request)
         bisect.insort(self.waiting, request, key=_ORDER)
 
     def _take_in(self, now: float) -> None:
@@ -272,7 +235,7 @@ class Scheduler:
         drafts = self.speculation.propose(request, limit) if limit > 0 else ()
         if drafts and self.pages.num_pages_needed(request.request_id, len(drafts)) <= self.pages.num_free_pages:
             step.copies += self.pages.append(request.request_id, len(drafts))
-            step.add(request, 1, drafts)
+            step.draft(request, drafts)
             self.num_drafts += len(drafts)
 
     def _admit(self, step: StepBuilder) -> None:
@@ -283,13 +246,7 @@ class Scheduler:
                 return
             self.waiting.remove(request)
             bisect.insort(self.running, request, key=_ORDER)
-            if request.is_swapped:
-                request.is_swapped = False
-                step.swap_ins.append(SwapIn(request, self.pages.swap_in(request.request_id)))
-                continue
-            request.num_prefix_tokens = self.pages.add(request.request_id, request.known_tokens())
-            request.num_computed_tokens = request.num_prefix_tokens
-            step.add(request, min(request.num_remaining, step.budget))
+            self.holdings.begin(request, step)
 
     def _is_being_computed(self, request: Request, step: StepBuilder) -> bool:
         """Whether a prompt that begins alike is in this step for the first time: after it, its pages can be hit."""
@@ -297,30 +254,16 @@ class Scheduler:
         if not self.pages.prefix_caching or request.is_swapped or request.num_tokens <= size:
             return False
         begin = request.known_tokens()[:size]
-        fresh = (r for r in step if r.is_prompting and r.num_computed_tokens == 0 and r.num_tokens > size)
+        fresh = (r for r in step.prompts if r.num_computed_tokens == 0 and r.num_tokens > size)
         return any(np.array_equal(r.known_tokens()[:size], begin) for r in fresh)
 
     def _make_way(self, request: Request, step: StepBuilder) -> bool:
         """Whether there is a place and pages for a waiting request, if need be those of requests of lower priority."""
-        while len(self.running) >= self.config.max_num_seqs or not self._fits(request):
+        while len(self.running) >= self.config.max_num_seqs or not self.holdings.fits(request, len(self.running)):
             if not self.running or self.running[-1].priority <= request.priority:
                 return False
             self._preempt_last(step)
         return True
-
-    def _fits(self, request: Request) -> bool:
-        """Whether pages are left for all tokens of a request, and one more for each that runs, to grow."""
-        spare, free = len(self.running), self.pages.num_free_pages
-        num_tokens = request.num_computed_tokens if request.is_swapped else request.num_tokens
-        if cdiv(num_tokens, self.pages.page_size) + spare <= free:
-            return True
-        if request.is_swapped or not self.pages.prefix_caching:
-            return False
-        if self.running and self._refusal is not None and self._refusal[0] is request and free <= self._refusal[1]:
-            return False  # to look for its prefix every step would cost more than the step
-        grown = np.append(request.known_tokens(), np.zeros(spare * self.pages.page_size, np.int32))
-        self._refusal = None if (fits := self.pages.can_allocate(grown)) else (request, free)
-        return fits
 
     def _preempt_last(self, step: StepBuilder) -> Request:
         """Takes the pages of the last running request."""
@@ -328,45 +271,9 @@ class Scheduler:
         step.remove(victim)
         step.num_preempted += 1
         self.num_preemptions += 1
-        request_id, num_computed = victim.request_id, victim.num_computed_tokens
-        if self.swap is not None and not victim.is_prompting:
-            num_pages = cdiv(num_computed, self.pages.page_size)
-            if step.num_swapped_pages + num_pages <= self.swap.num_free_pages:
-                self.pages.truncate(request_id, num_computed)  # what this step gave it is not written
-                step.swap_outs.append(SwapOut(request_id, self.pages.swap_out(request_id)))
-                step.num_swapped_pages += num_pages
-                self.num_swap_outs += 1
-                victim.is_swapped = True
-        if not victim.is_swapped:
-            self._commit(victim)
-            self._restart(victim)
+        self.holdings.set_aside(victim, step)
         bisect.insort(self.waiting, victim, key=_ORDER)
         return victim
-
-    def _restart(self, request: Request) -> None:
-        """Takes the pages of a request that runs or is swapped, and lets it compute all of its tokens again."""
-        self.pages.free(request.request_id)
-        request.is_prompting, request.is_swapped, request.num_computed_tokens = True, False, 0
-
-    def _restart_unswapped(self, *, with_pending: bool = False) -> None:
-        """Lets those start over whose pages did not reach the swap space, for the step that was to move them failed.
-
-        Args:
-            with_pending: Also those whose pages there end with a token that nobody knows.
-        """
-        for request in self.waiting:
-            if not request.is_swapped or self.swap is None:
-                continue
-            is_there = request.request_id in self.swap
-            if not is_there or (with_pending and request.num_pending):
-                self._restart(request)
-                if is_there:
-                    self.swap.drop(request.request_id)
-
-    def _commit(self, request: Request) -> None:
-        """Makes the full pages that a request has computed findable."""
-        known = request.known_tokens()
-        self.pages.commit(request.request_id, known[: min(request.num_computed_tokens, len(known))])
 
     def _drawn(
         self, plan: StepPlan, token_ids: Sequence[int], non_finite: Collection[int]
@@ -405,14 +312,7 @@ class Scheduler:
         """Ends a request and frees its pages; `_forget_ended` then takes it from the lists."""
         request.finish_reason, request.error = reason, error
         self._num_with_history -= request.needs_history
-        num_stored = min(request.num_computed_tokens, request.num_known - 1)
-        if request.request_id in self.pages:
-            request.num_pages = cdiv(num_stored, self.pages.page_size)
-            if not request.is_swapped and error is None:
-                self._commit(request)
-            self.pages.free(request.request_id)
-        if self.swap is not None and request.request_id in self.swap:
-            self.swap.drop(request.request_id)
+        self.holdings.end(request)
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             self._ended.append(NewToken(request.request_id, None, reason, error))
         self._has_ended = True

@@ -59,7 +59,7 @@ class Machine:
 
     def carry_out(self, plan) -> list[int]:
         """The tokens that follow, read from the pool: a token in a wrong slot changes them."""
-        pages, swap = self.scheduler.pages, self.scheduler.swap
+        pages, swap = self.scheduler.pages, self.scheduler.holdings.swap
         for request_id, page_ids in plan.swap_outs:
             block = self.pages_of(page_ids)
             swap.put_sequence(request_id, {"k": block.reshape(1, len(page_ids), 1, PAGE_SIZE, 1).astype(np.int32)})
@@ -212,7 +212,7 @@ def test_schedule_out_of_pages_preempts_the_latest_and_all_finish(swap_pages):
         scheduler.add(request)
     plans = run(scheduler)
     assert scheduler.num_preemptions > 0
-    assert scheduler.num_swap_outs == (scheduler.num_preemptions if swap_pages == 100 else 0)
+    assert scheduler.holdings.num_swap_outs == (scheduler.num_preemptions if swap_pages == 100 else 0)
     computed = sum(sum(p.num_new_tokens) for p in plans)
     assert (computed == 2 * 23) == (swap_pages == 100)  # nothing is computed twice
     for request in requests:
