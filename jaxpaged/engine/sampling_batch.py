@@ -185,8 +185,9 @@ def make_sampling_batch(
         fields["temperature"] = column([p.temperature for p in params], np.float32)
         fields["seed"] = column([p.seed for p in params], np.uint32)
     if features.filters:
-        fields["top_k"] = column([min(p.top_k, 2**31 - 1) for p in params], np.int32)
-        fields["top_p"] = column([p.top_p for p in params], np.float32, 1)
+        # Greedy rows keep all: a filter that nobody asked for could still be slow to find.
+        fields["top_k"] = column([min(p.top_k, 2**31 - 1) if p.temperature else 0 for p in params], np.int32)
+        fields["top_p"] = column([p.top_p if p.temperature else 1 for p in params], np.float32, 1)
         fields["min_p"] = column([p.min_p for p in params], np.float32)
     if features.num_biases:
         fields["bias_ids"] = _table([[i for i, _ in p.logit_bias] for p in params], num_rows, features.num_biases)
