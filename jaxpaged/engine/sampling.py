@@ -5,6 +5,7 @@ position alone; that is why speculation (`accept_drafts`) gives the very tokens 
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -263,12 +264,18 @@ def keep_likeliest(
     return kept & ((keys >= by_mass[:, None]) | (top_p >= 1)[:, None])
 
 
-def _thresholds_by_bits(_, keys: Array, weights: Array, k: Array, top_p: Array) -> tuple[Array, Array]:
-    """The keys from which on top-k keeps and top-p keeps: floats order like integers, so 32 halvings find each."""
-    by_count = _largest_threshold(keys, lambda kept: kept.sum(-1) >= k)
+def _thresholds_by_bits(
+    _, keys: Array, weights: Array, k: Array, top_p: Array, *, unroll: bool = True
+) -> tuple[Array, Array]:
+    """The keys from which on top-k keeps and top-p keeps: floats order like integers, so 32 halvings find each.
+
+    Unrolled, as a while loop would break a GPU's command buffer in two; a CPU compiles the loop ten times as fast.
+    """
+    by_count = _largest_threshold(keys, lambda kept: kept.sum(-1) >= k, unroll)
     weights = jnp.where(keys >= by_count[:, None], weights, 0)
     enough = top_p * weights.sum(-1)
-    return by_count, _largest_threshold(keys, lambda kept: jnp.where(kept, weights, 0).sum(-1) >= enough)
+    by_mass = _largest_threshold(keys, lambda kept: jnp.where(kept, weights, 0).sum(-1) >= enough, unroll)
+    return by_count, by_mass
 
 
 def _thresholds_by_candidates(
@@ -287,7 +294,7 @@ def _thresholds_by_candidates(
     settled = ((k <= num_candidates) | (k >= vocab_size)) & (reached.any(-1) | (top_p >= 1))
 
     def from_all() -> tuple[Array, Array]:
-        slow = _thresholds_by_bits(logits, keys, weights, k, top_p)
+        slow = _thresholds_by_bits(logits, keys, weights, k, top_p, unroll=False)
         return jnp.where(settled, by_count, slow[0]), jnp.where(settled, by_mass, slow[1])
 
     return lax.cond(settled.all(), lambda: (by_count, by_mass), from_all)
@@ -301,10 +308,13 @@ def _ordered_bits(x: Float[Array, "..."]) -> UInt[Array, "..."]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _largest_threshold(keys: UInt[Array, "num_seqs vocab_size"], enough) -> UInt[Array, "num_seqs"]:
+def _largest_threshold(
+    keys: UInt[Array, "num_seqs vocab_size"], enough: Callable[[Array], Array], unroll: bool
+) -> UInt[Array, "num_seqs"]:
     """The largest t for which the tokens with `keys >= t` are `enough`, bit by bit from the highest; 0 if none is."""
-    threshold = jnp.zeros(keys.shape[0], jnp.uint32)
-    for bit in range(31, -1, -1):
-        higher = threshold | jnp.uint32(1 << bit)
-        threshold = jnp.where(enough(keys >= higher[:, None]), higher, threshold)
-    return threshold
+
+    def halve(index: Array | int, threshold: Array) -> Array:
+        higher = threshold | (jnp.uint32(1 << 31) >> jnp.uint32(index))
+        return jnp.where(enough(keys >= higher[:, None]), higher, threshold)
+
+    return lax.fori_loop(0, 32, halve, jnp.zeros(keys.shape[0], jnp.uint32), unroll=unroll)
