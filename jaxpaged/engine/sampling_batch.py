@@ -6,7 +6,7 @@ program: an engine that joins with `|` what its requests need compiles few of th
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -172,7 +172,7 @@ def make_sampling_batch(
     if features == SamplingFeatures():
         return None
 
-    def column(values: Sequence[float], dtype: type, padding: float = 0) -> np.ndarray:
+    def column(values: Sequence[float], dtype: type, padding: float = 0) -> Any:
         padded = np.full(num_rows, padding, dtype)
         padded[: len(values)] = values
         return padded
@@ -180,7 +180,7 @@ def make_sampling_batch(
     params = [r.params for r in requests]
     num_prompt = [len(r.prompt_token_ids) for r in requests]
     num_known = [n + len(r.output_token_ids) for n, r in zip(num_prompt, requests, strict=True)]
-    fields = {"position": column([n + p for n, p in zip(num_known, pending, strict=True)], np.int32)}
+    fields: dict[str, Any] = {"position": column([n + p for n, p in zip(num_known, pending, strict=True)], np.int32)}
     if features.draws:
         fields["temperature"] = column([p.temperature for p in params], np.float32)
         fields["seed"] = column([p.seed for p in params], np.uint32)
@@ -211,7 +211,7 @@ def make_sampling_batch(
     return SamplingBatch(**fields, penalties=penalties, num_logprobs=features.num_logprobs)
 
 
-def _history(requests: Sequence[SamplingRequest], num_rows: int, width: int) -> np.ndarray:
+def _history(requests: Sequence[SamplingRequest], num_rows: int, width: int) -> Any:
     table = np.full((num_rows, width), PAD, np.int32)
     for row, request in zip(table, requests, strict=False):
         if request.params.has_penalties:
@@ -221,7 +221,9 @@ def _history(requests: Sequence[SamplingRequest], num_rows: int, width: int) -> 
     return table
 
 
-def _table(rows: Sequence[Sequence[float]], num_rows: int, width: int, padding: float = PAD, dtype: type = np.int32):
+def _table(
+    rows: Sequence[Sequence[float]], num_rows: int, width: int, padding: float = PAD, dtype: type = np.int32
+) -> Any:
     table = np.full((num_rows, width), padding, dtype)
     for row, values in zip(table, rows, strict=False):
         row[: len(values)] = values

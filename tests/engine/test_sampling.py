@@ -163,11 +163,18 @@ def chi_squared(counts: np.ndarray, p: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 6}, {"top_p": 0.8}, {"min_p": 0.3}, {"logit_bias": {4: 2}}],
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_k": 6},
+        {"top_p": 0.8},
+        {"min_p": 0.3},
+        {"logit_bias": {4: 2}},
+    ],
 )
 @pytest.mark.parametrize("lanes", [4, 256])
 def test_sample_draws_follow_the_distribution(change, lanes, monkeypatch):
-    """In 400,000 draws, and so closely that one probability 5 % off would fail. Groups of 4 tokens too: 11 make three."""
+    """In 400,000 draws, and so closely that one probability 5 % off would fail. Groups of 4 too: 11 tokens make three."""
     monkeypatch.setattr(sampling, "_LANES", lanes)
     num_draws = 400_000
     logits = logits_of(1, seed=5, vocab_size=11) / 3
@@ -262,7 +269,7 @@ def test_sample_flags_rows_that_are_not_finite_and_leaves_the_others_alone(bad, 
     assert b.is_finite.tolist() == [i not in (2, 6) for i in range(8)]
     good = np.asarray(b.is_finite)
     chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[good], (s.token_ids, s.logprobs)) for s in (a, b)))
-    assert ((0 <= b.token_ids) & (b.token_ids < VOCAB)).all()
+    assert ((b.token_ids >= 0) & (b.token_ids < VOCAB)).all()
 
 
 def test_sample_of_bfloat16_logits_computes_in_float32():
