@@ -81,8 +81,9 @@ def sample(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch | 
         return Sampled(token_ids=_argmax(logits), is_finite=is_finite)
     processed = process(logits, params)
     token_ids = _argmax(processed)
-    if params.temperature is not None:
-        token_ids = jnp.where(params.temperature > 0, _draw(_weights(processed, params), params), token_ids)
+    if params.temperature is not None and params.seed is not None:
+        drawn = _draw(_weights(processed, params.temperature, params), params.seed, params.position)
+        token_ids = jnp.where(params.temperature > 0, drawn, token_ids)
     logprobs = None
     if params.num_logprobs is not None:
         logprobs = token_logprobs(logits, token_ids, params.num_logprobs)
@@ -187,11 +188,10 @@ def _penalised(logits: Float[Array, "num_seqs vocab_size"], p: Penalties) -> Flo
     return logits - jnp.where(num_output > 0, p.presence[:, None], 0)
 
 
-def _weights(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch) -> Array:
+def _weights(logits: Float[Array, "num_seqs vocab_size"], temperature: Array, params: SamplingBatch) -> Array:
     """Probabilities of the draw but for their sum, `[num_seqs, vocab_size]`; the likeliest token has 1."""
-    largest = logits.max(-1, keepdims=True)
-    temperature = jnp.where(params.temperature > 0, params.temperature, 1)[:, None]
-    scaled = (logits - largest) / temperature  # the largest is off first: a tiny temperature overflows only downwards
+    largest = logits.max(-1, keepdims=True)  # taken off first: a tiny temperature then overflows only downwards
+    scaled = (logits - largest) / jnp.where(temperature > 0, temperature, 1)[:, None]
     weights = jnp.exp(scaled)
     if params.top_k is not None and params.top_p is not None:
         weights = jnp.where(keep_likeliest(scaled, params.top_k, params.top_p), weights, 0)
@@ -200,7 +200,9 @@ def _weights(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch)
     return weights
 
 
-def _draw(weights: Float[Array, "num_seqs vocab_size"], params: SamplingBatch) -> Int[Array, "num_seqs"]:
+def _draw(
+    weights: Float[Array, "num_seqs vocab_size"], seed: UInt[Array, "num_seqs"], position: Int[Array, "num_seqs"]
+) -> Int[Array, "num_seqs"]:
     """One token a row with probability proportional to its weight, from two uniform numbers.
 
     The first chooses one of the groups, by their sums, the second a token in it. Gumbel noise would want a random
@@ -212,7 +214,7 @@ def _draw(weights: Float[Array, "num_seqs vocab_size"], params: SamplingBatch) -
     def uniform(seed: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position), (2,))
 
-    u = jax.vmap(uniform)(params.seed, params.position)
+    u = jax.vmap(uniform)(seed, position)
     group = _pick(groups.sum(1), u[:, 0])
     lane = _pick(jnp.take_along_axis(groups, group[:, None, None], axis=2)[:, :, 0], u[:, 1])
     return lane * groups.shape[2] + group

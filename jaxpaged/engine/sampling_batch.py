@@ -190,8 +190,9 @@ def make_sampling_batch(
         fields["top_p"] = column([p.top_p if p.temperature else 1 for p in params], np.float32, 1)
         fields["min_p"] = column([p.min_p for p in params], np.float32)
     if features.num_biases:
-        fields["bias_ids"] = _table([[i for i, _ in p.logit_bias] for p in params], num_rows, features.num_biases)
-        values = [[value for _, value in p.logit_bias] for p in params]
+        biases = [dict(p.logit_bias) for p in params]
+        fields["bias_ids"] = _table([[*bias] for bias in biases], num_rows, features.num_biases)
+        values = [[*bias.values()] for bias in biases]
         fields["bias_values"] = _table(values, num_rows, features.num_biases, 0, np.float32)
     if features.num_stops:
         ends = [n + p.min_new_tokens for n, p in zip(num_prompt, params, strict=True)]

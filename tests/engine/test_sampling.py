@@ -148,7 +148,7 @@ def test_sample_probabilities_equal_those_of_transformers(change, warp):
     ]
     theirs = transformers.LogitsProcessorList(processors)(ids, torch.tensor(np.asarray(logits))).softmax(-1).numpy()[0]
     batch = make_sampling_batch([row], 1, features=ALL)
-    ours = np.asarray(sampling._weights(process(logits, batch), batch))[0]
+    ours = np.asarray(sampling._weights(process(logits, batch), batch.temperature, batch))[0]
     np.testing.assert_allclose(ours / ours.sum(), theirs, rtol=2e-6, atol=1e-9)
     np.testing.assert_array_equal(ours > 0, theirs > 0)
 
@@ -174,7 +174,7 @@ def chi_squared(counts: np.ndarray, p: np.ndarray) -> float:
 )
 @pytest.mark.parametrize("lanes", [4, 256])
 def test_sample_draws_follow_the_distribution(change, lanes, monkeypatch):
-    """In 400,000 draws, and so closely that one probability 5 % off would fail. Groups of 4 too: 11 tokens make three."""
+    """In 400,000 draws, and so closely that one probability 5 % off would fail; 11 tokens make three groups of 4."""
     monkeypatch.setattr(sampling, "_LANES", lanes)
     num_draws = 400_000
     logits = logits_of(1, seed=5, vocab_size=11) / 3
