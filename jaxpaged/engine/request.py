@@ -117,13 +117,14 @@ class SamplingParams:
 
     def _check_tokens(self, vocab_size: int | None) -> None:
         limit = 2**31 - 1 if vocab_size is None else vocab_size  # 2**31 - 1 pads rows of ids on the device
-        for pair in self.logit_bias:
+        pairs: Any = self.logit_bias  # frozen by now, but for what is no pair
+        for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise TypeError(f"`logit_bias` must be pairs (token id, number) or a mapping; got {pair!r} in it.")
             _check_number("logit_bias", pair[1])
             if pair[1] != pair[1] or pair[1] == math.inf:
                 raise ValueError(f"`logit_bias` must add finite numbers or -inf; got {pair[1]} for token {pair[0]}.")
-        ids = {"logit_bias": [token_id for token_id, _ in self.logit_bias], "stop_token_ids": self.stop_token_ids}
+        ids = {"logit_bias": [pair[0] for pair in pairs], "stop_token_ids": self.stop_token_ids}
         for name, token_ids in ids.items():
             for token_id in token_ids:
                 _check_integer(name, token_id)

@@ -5,6 +5,8 @@ position alone; that is why speculation (`accept_drafts`) gives the very tokens 
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxpaged.engine.sampling_batch import PAD, Penalties, SamplingBatch
 
 _LANES = 256  # tokens of a group in `_draw`
+_NUM_CANDIDATES = 256  # the likeliest tokens, among which `keep_likeliest` looks first on a CPU
 
 
 @jax.tree_util.register_dataclass
@@ -78,8 +81,9 @@ def sample(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch | 
         return Sampled(token_ids=_argmax(logits), is_finite=is_finite)
     processed = process(logits, params)
     token_ids = _argmax(processed)
-    if params.temperature is not None:
-        token_ids = jnp.where(params.temperature > 0, _draw(_weights(processed, params), params), token_ids)
+    if params.temperature is not None and params.seed is not None:
+        drawn = _draw(_weights(processed, params.temperature, params), params.seed, params.position)
+        token_ids = jnp.where(params.temperature > 0, drawn, token_ids)
     logprobs = None
     if params.num_logprobs is not None:
         logprobs = token_logprobs(logits, token_ids, params.num_logprobs)
@@ -87,9 +91,11 @@ def sample(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch | 
 
 
 def token_logprobs(
-    logits: Float[Array, "*rows vocab_size"], next_ids: Int[Array, "*rows"], num_top: int = 0
+    logits: Float[Array, "num_rows vocab_size"], next_ids: Int[Array, "num_rows"], num_top: int = 0
 ) -> TokenLogprobs:
     """Log-probabilities of given tokens and of the likeliest ones: those of a prompt, or of what was drawn.
+
+    Numerics: float32. Among other rows a row's may change in the last place (XLA's exp does, with the array's shape).
 
     Args:
         logits: As they came from the model, before any processing.
@@ -97,10 +103,11 @@ def token_logprobs(
         num_top: How many of the likeliest tokens to tell; those past the vocabulary are left out.
     """
     logits = logits.astype(jnp.float32)
-    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    of_next = jnp.take_along_axis(logits, next_ids[..., None], axis=-1, mode="clip") - log_total
+    largest = logits.max(-1, keepdims=True)
+    log_total = largest + jnp.log(_row_sums(jnp.exp(logits - largest)))[:, None]
+    of_next = jnp.take_along_axis(logits, next_ids[:, None], axis=-1, mode="clip") - log_total
     top, top_ids = lax.top_k(logits, min(num_top, logits.shape[-1]))
-    return TokenLogprobs(logprobs=of_next[..., 0], top_ids=top_ids, top_logprobs=top - log_total)
+    return TokenLogprobs(logprobs=of_next[:, 0], top_ids=top_ids, top_logprobs=top - log_total)
 
 
 def accept_drafts(
@@ -159,10 +166,10 @@ def process(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch) 
     """Logits after bans, bias and penalties: what greedy rows take the largest of. A feature unused is exact: x - 0."""
     logits = logits.astype(jnp.float32)
     row = jnp.arange(logits.shape[0])[:, None]
-    if params.stop_ids is not None:
+    if params.stop_ids is not None and params.min_position is not None:
         stop_ids = jnp.where((params.position < params.min_position)[:, None], params.stop_ids, PAD)
         logits = logits.at[row, stop_ids].set(-jnp.inf, mode="drop")
-    if params.bias_ids is not None:
+    if params.bias_ids is not None and params.bias_values is not None:
         logits = logits.at[row, params.bias_ids].add(params.bias_values, mode="drop")
     if params.penalties is not None:
         logits = _penalised(logits, params.penalties)
@@ -181,11 +188,10 @@ def _penalised(logits: Float[Array, "num_seqs vocab_size"], p: Penalties) -> Flo
     return logits - jnp.where(num_output > 0, p.presence[:, None], 0)
 
 
-def _weights(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch) -> Array:
+def _weights(logits: Float[Array, "num_seqs vocab_size"], temperature: Array, params: SamplingBatch) -> Array:
     """Probabilities of the draw but for their sum, `[num_seqs, vocab_size]`; the likeliest token has 1."""
-    largest = logits.max(-1, keepdims=True)
-    temperature = jnp.where(params.temperature > 0, params.temperature, 1)[:, None]
-    scaled = (logits - largest) / temperature  # the largest is off first: a tiny temperature overflows only downwards
+    largest = logits.max(-1, keepdims=True)  # taken off first: a tiny temperature then overflows only downwards
+    scaled = (logits - largest) / jnp.where(temperature > 0, temperature, 1)[:, None]
     weights = jnp.exp(scaled)
     if params.top_k is not None and params.top_p is not None:
         weights = jnp.where(keep_likeliest(scaled, params.top_k, params.top_p), weights, 0)
@@ -194,22 +200,38 @@ def _weights(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch)
     return weights
 
 
-def _draw(weights: Float[Array, "num_seqs vocab_size"], params: SamplingBatch) -> Int[Array, "num_seqs"]:
+def _draw(
+    weights: Float[Array, "num_seqs vocab_size"], seed: UInt[Array, "num_seqs"], position: Int[Array, "num_seqs"]
+) -> Int[Array, "num_seqs"]:
     """One token a row with probability proportional to its weight, from two uniform numbers.
 
-    The first chooses a group of `_LANES` neighbours by the groups' sums, the second a token in it. Gumbel noise would
-    want a random number for each token of the vocabulary: 23 ms against 2 at 16 rows of 49,152 (2 CPU cores).
+    The first chooses one of the groups, by their sums, the second a token in it. Gumbel noise would want a random
+    number for each token of the vocabulary: 23 ms against 2 at 16 rows of 49,152 (2 CPU cores).
     """
-    num_seqs, vocab_size = weights.shape
-    groups = jnp.pad(weights, ((0, 0), (0, -vocab_size % _LANES))).reshape(num_seqs, -1, _LANES)
+    # Columns g, g + num_groups, g + 2 num_groups ... are a group.
+    groups = _padded(weights).reshape(weights.shape[0], _LANES, -1)
 
     def uniform(seed: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position), (2,))
 
-    u = jax.vmap(uniform)(params.seed, params.position)
-    group = _pick(groups.sum(-1), u[:, 0])
-    lane = _pick(jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0], u[:, 1])
-    return group * _LANES + lane
+    u = jax.vmap(uniform)(seed, position)
+    group = _pick(groups.sum(1), u[:, 0])
+    lane = _pick(jnp.take_along_axis(groups, group[:, None, None], axis=2)[:, :, 0], u[:, 1])
+    return lane * groups.shape[2] + group
+
+
+def _padded(x: Float[Array, "num_seqs vocab_size"]) -> Array:
+    """With zeros up to a multiple of `_LANES`."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[-1] % _LANES)))
+
+
+def _row_sums(x: Float[Array, "num_seqs vocab_size"]) -> Float[Array, "num_seqs"]:
+    """Sums in an order of their own: XLA's for a whole row hangs on the number of rows, on a CPU at least."""
+    x = _padded(x).reshape(x.shape[0], -1, _LANES).sum(1)
+    while x.shape[1] > 1:
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return x[:, 0]
 
 
 def _pick(weights: Float[Array, "num_seqs n"], u: Float[Array, "num_seqs"]) -> Int[Array, "num_seqs"]:
@@ -241,34 +263,75 @@ def _rows_of_queries(params: SamplingBatch, drafts: Int[Array, "num_seqs num_dra
 
 def keep_likeliest(
     logits: Float[Array, "num_seqs vocab_size"], top_k: Int[Array, "num_seqs"], top_p: Float[Array, "num_seqs"]
-) -> Array:
-    """Which tokens top-k and then top-p leave, `[num_seqs, vocab_size]` bool. Tokens that tie with the last stay too.
+) -> Bool[Array, "num_seqs vocab_size"]:
+    """Which tokens top-k and then top-p leave. Tokens that tie with the last stay too.
 
-    Sorting a vocabulary is slow on a CPU and several launches on a GPU. What is kept is a threshold on the logits, and
-    as floats order like integers, 32 halvings of the integers find it exactly: the largest threshold that still leaves
-    k tokens, then the largest that still leaves probability p.
+    What is kept is a threshold on the logits: the largest that still leaves k tokens, then the largest that still
+    leaves probability p. A GPU finds both without a sort, bit by bit. On a CPU that is slow (40 ms at 16 rows of
+    49,152 tokens, 2 cores) and sorting out the first `_NUM_CANDIDATES` is not (5 ms): only when these do not settle
+    some row is it done. What a row gets depends on that row alone either way.
     """
     keys = _ordered_bits(logits)
     k = jnp.where(top_k > 0, top_k, logits.shape[-1])
-    by_count = _largest_threshold(keys, lambda kept: kept.sum(-1) >= k)
-    kept = keys >= by_count[:, None]
-    p = jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1)
     top_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)  # of 0, no token at all would be enough
-    by_mass = _largest_threshold(keys, lambda kept: jnp.where(kept, p, 0).sum(-1) >= top_p)
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    find = partial(lax.platform_dependent, cpu=_thresholds_by_candidates, default=_thresholds_by_bits)
+    by_count, by_mass = find(logits, keys, weights, k, top_p)
+    kept = keys >= by_count[:, None]
     return kept & ((keys >= by_mass[:, None]) | (top_p >= 1)[:, None])
+
+
+def _thresholds_by_bits(
+    _, keys: Array, weights: Array, k: Array, top_p: Array, *, unroll: bool = True
+) -> tuple[Array, Array]:
+    """The keys from which on top-k keeps and top-p keeps: floats order like integers, so 32 halvings find each.
+
+    Unrolled, as a while loop would break a GPU's command buffer in two; a CPU compiles the loop ten times as fast.
+    """
+    by_count = _largest_threshold(keys, lambda kept: kept.sum(-1) >= k, unroll)
+    weights = jnp.where(keys >= by_count[:, None], weights, 0)
+    enough = top_p * weights.sum(-1)
+    by_mass = _largest_threshold(keys, lambda kept: jnp.where(kept, weights, 0).sum(-1) >= enough, unroll)
+    return by_count, by_mass
+
+
+def _thresholds_by_candidates(
+    logits: Array, keys: Array, weights: Array, k: Array, top_p: Array
+) -> tuple[Array, Array]:
+    """The same from the likeliest tokens in order, and bit by bit for the rows that want more of them."""
+    vocab_size = keys.shape[-1]
+    num_candidates = min(_NUM_CANDIDATES, vocab_size)
+    best, ids = lax.top_k(logits, num_candidates)
+    best_keys = _ordered_bits(best)
+    last = jnp.clip(k - 1, 0, num_candidates - 1)[:, None]
+    by_count = jnp.where(k < vocab_size, jnp.take_along_axis(best_keys, last, axis=-1)[:, 0], 0)
+    total = _row_sums(jnp.where(keys >= by_count[:, None], weights, 0))
+    reached = jnp.cumsum(jnp.take_along_axis(weights, ids, axis=-1), axis=-1) >= (top_p * total)[:, None]
+    by_mass = jnp.take_along_axis(best_keys, reached.argmax(-1)[:, None], axis=-1)[:, 0]
+    settled = ((k <= num_candidates) | (k >= vocab_size)) & (reached.any(-1) | (top_p >= 1))
+
+    def from_all() -> tuple[Array, Array]:
+        slow = _thresholds_by_bits(logits, keys, weights, k, top_p, unroll=False)
+        return jnp.where(settled, by_count, slow[0]), jnp.where(settled, by_mass, slow[1])
+
+    return lax.cond(settled.all(), lambda: (by_count, by_mass), from_all)
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> UInt[Array, "..."]:
     """Unsigned integers in the order of the floats: flip all bits of a negative, the sign bit of the others."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # -0.0 is no less
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _largest_threshold(keys: UInt[Array, "num_seqs vocab_size"], enough) -> UInt[Array, "num_seqs"]:
+def _largest_threshold(
+    keys: UInt[Array, "num_seqs vocab_size"], enough: Callable[[Array], Array], unroll: bool
+) -> UInt[Array, "num_seqs"]:
     """The largest t for which the tokens with `keys >= t` are `enough`, bit by bit from the highest; 0 if none is."""
-    threshold = jnp.zeros(keys.shape[0], jnp.uint32)
-    for bit in range(31, -1, -1):
-        higher = threshold | jnp.uint32(1 << bit)
-        threshold = jnp.where(enough(keys >= higher[:, None]), higher, threshold)
-    return threshold
+
+    def halve(index: Array | int, threshold: Array) -> Array:
+        higher = threshold | (jnp.uint32(1 << 31) >> jnp.uint32(index))
+        return jnp.where(enough(keys >= higher[:, None]), higher, threshold)
+
+    return lax.fori_loop(0, 32, halve, jnp.zeros(keys.shape[0], jnp.uint32), unroll=unroll)

@@ -6,7 +6,7 @@ program: an engine that joins with `|` what its requests need compiles few of th
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -172,7 +172,7 @@ def make_sampling_batch(
     if features == SamplingFeatures():
         return None
 
-    def column(values: Sequence[float], dtype: type, padding: float = 0) -> np.ndarray:
+    def column(values: Sequence[float], dtype: type, padding: float = 0) -> Any:
         padded = np.full(num_rows, padding, dtype)
         padded[: len(values)] = values
         return padded
@@ -180,17 +180,19 @@ def make_sampling_batch(
     params = [r.params for r in requests]
     num_prompt = [len(r.prompt_token_ids) for r in requests]
     num_known = [n + len(r.output_token_ids) for n, r in zip(num_prompt, requests, strict=True)]
-    fields = {"position": column([n + p for n, p in zip(num_known, pending, strict=True)], np.int32)}
+    fields: dict[str, Any] = {"position": column([n + p for n, p in zip(num_known, pending, strict=True)], np.int32)}
     if features.draws:
         fields["temperature"] = column([p.temperature for p in params], np.float32)
         fields["seed"] = column([p.seed for p in params], np.uint32)
     if features.filters:
-        fields["top_k"] = column([min(p.top_k, 2**31 - 1) for p in params], np.int32)
-        fields["top_p"] = column([p.top_p for p in params], np.float32, 1)
+        # Greedy rows keep all: a filter that nobody asked for could still be slow to find.
+        fields["top_k"] = column([min(p.top_k, 2**31 - 1) if p.temperature else 0 for p in params], np.int32)
+        fields["top_p"] = column([p.top_p if p.temperature else 1 for p in params], np.float32, 1)
         fields["min_p"] = column([p.min_p for p in params], np.float32)
     if features.num_biases:
-        fields["bias_ids"] = _table([[i for i, _ in p.logit_bias] for p in params], num_rows, features.num_biases)
-        values = [[value for _, value in p.logit_bias] for p in params]
+        biases = [dict(p.logit_bias) for p in params]
+        fields["bias_ids"] = _table([[*bias] for bias in biases], num_rows, features.num_biases)
+        values = [[*bias.values()] for bias in biases]
         fields["bias_values"] = _table(values, num_rows, features.num_biases, 0, np.float32)
     if features.num_stops:
         ends = [n + p.min_new_tokens for n, p in zip(num_prompt, params, strict=True)]
@@ -210,7 +212,7 @@ def make_sampling_batch(
     return SamplingBatch(**fields, penalties=penalties, num_logprobs=features.num_logprobs)
 
 
-def _history(requests: Sequence[SamplingRequest], num_rows: int, width: int) -> np.ndarray:
+def _history(requests: Sequence[SamplingRequest], num_rows: int, width: int) -> Any:
     table = np.full((num_rows, width), PAD, np.int32)
     for row, request in zip(table, requests, strict=False):
         if request.params.has_penalties:
@@ -220,7 +222,9 @@ def _history(requests: Sequence[SamplingRequest], num_rows: int, width: int) -> 
     return table
 
 
-def _table(rows: Sequence[Sequence[float]], num_rows: int, width: int, padding: float = PAD, dtype: type = np.int32):
+def _table(
+    rows: Sequence[Sequence[float]], num_rows: int, width: int, padding: float = PAD, dtype: type = np.int32
+) -> Any:
     table = np.full((num_rows, width), padding, dtype)
     for row, values in zip(table, rows, strict=False):
         row[: len(values)] = values
