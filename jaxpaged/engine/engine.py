@@ -21,6 +21,7 @@ from jaxpaged.engine.scheduler import Scheduler
 from jaxpaged.engine.speculation import NgramSpeculation
 from jaxpaged.engine.stats import EngineStats, StepTimes
 from jaxpaged.engine.streams import TokenStream
+from jaxpaged.engine.text import TextStream
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.paging import PageAllocator
 from jaxpaged.paging.swap import SwapSpace
@@ -55,6 +56,7 @@ class Engine:
         cache_config: Shape of the cache; `Llama.cache_config` makes it.
         scheduler_config: Limits of a step. A model's `max_position` lowers `max_model_len`, and its `vocab_size` bounds
             token ids, where it has these attributes.
+        tokenizer: Makes text of tokens: see `jaxpaged.engine.text.TextStream`. Needed for `SamplingParams.stop` only.
         prefix_caching: Prompts share the pages of earlier ones that begin alike, as long as those are not needed.
         swap: Where the pages of preempted requests are kept. None, or where it is full: they are computed again.
         speculation: Guesses tokens that a step checks all at once. The tokens that come out are the same.
@@ -68,6 +70,7 @@ class Engine:
         scheduler_config: SchedulerConfig | None = None,
         *,
         prefix_caching: bool = True,
+        tokenizer: object = None,
         swap: SwapSpace | None = None,
         speculation: NgramSpeculation | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -77,10 +80,12 @@ class Engine:
         context = getattr(model, "max_position", config.max_model_len)
         config = dataclasses.replace(config, max_model_len=min(config.max_model_len, context))
         make_cache = functools.partial(KVCache.create, **dataclasses.asdict(cache_config))
-        self.pages = PageAllocator(cache_config.num_pages, cache_config.page_size, prefix_caching=prefix_caching)
+        cache = make_cache()
+        self.pages = PageAllocator(cache.num_pages, cache.page_size, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(config, self.pages, swap=swap, speculation=speculation)
         self.runner = Runner(
             model,
+            cache,
             self.pages,
             config,
             make_cache=make_cache,
@@ -89,6 +94,7 @@ class Engine:
             rows_per_seq=1 + (speculation.num_drafts if speculation else 0),
         )
         self._vocab_size: int | None = getattr(model, "vocab_size", None)
+        self._tokenizer = tokenizer
         self._clock = clock
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}  # those unfinished
@@ -380,6 +386,7 @@ class Engine:
             max_tokens=min(len(token_ids) + params.max_new_tokens, self.scheduler.config.max_model_len),
             priority=priority,
             deadline=deadline,
+            text=self._text_of(params),
         )
         self._requests[request.request_id] = request  # first: another thread may be in `step`
         if mailbox is not None:
@@ -391,6 +398,18 @@ class Engine:
             self._mailboxes.pop(request.request_id, None)
             raise
         return request
+
+    def _text_of(self, params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            if params.stop:
+                raise ValueError(f"`stop` needs a tokenizer, to find {params.stop!r} in text: Engine(tokenizer=...).")
+            return None
+        return TextStream(
+            self._tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop,
+            min_new_tokens=params.min_new_tokens,
+        )
 
 
 def _output(request: Request) -> RequestOutput:

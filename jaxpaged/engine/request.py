@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpaged.engine.text import TextStream
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -186,12 +188,15 @@ class NewToken(NamedTuple):
         token_id: None where the request ended by abort, deadline or error.
         finish_reason: Why it ended, if this was the last of it.
         error: The cause, where the reason is DEADLINE or ERROR.
+        text: What the token adds to the text, if the engine has a tokenizer: nothing that may yet change, and nothing
+            of a stop string.
     """
 
     request_id: int
     token_id: int | None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    text: str = ""
 
 
 @dataclasses.dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -201,6 +206,7 @@ class Request:
     Attributes:
         max_tokens: Prompt and output together, at most.
         priority: Lower numbers go first; among equals the lower id, which came first.
+        text: Makes text of its tokens and finds stop strings, or None.
         deadline: When it fails if it has not ended, by the clock of `Scheduler.schedule`.
         output_token_ids: What has been read from the device.
         num_tokens: Prompt and output, with tokens that a step which is still running will have drawn.
@@ -220,6 +226,7 @@ class Request:
     max_tokens: int
     priority: int = 0
     deadline: float | None = None
+    text: TextStream | None = None
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     num_tokens: int = 0
     num_computed_tokens: int = 0

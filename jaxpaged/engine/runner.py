@@ -71,7 +71,7 @@ class Runner:
     """Holds model and cache.
 
     Args:
-        make_cache: Makes an empty cache.
+        make_cache: Makes an empty cache like `cache`.
         compile_whole: Compile model and sampling into one program, with the cache donated. False calls the model as it
             is, for one that compiles its own pieces (`Llama(layer_loop="calls")`).
         rows_per_seq: Rows of one sequence at most: 1 and its drafts.
@@ -80,6 +80,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
+        cache: KVCache,
         pages: PageAllocator,
         config: SchedulerConfig,
         *,
@@ -90,7 +91,7 @@ class Runner:
     ):
         self.pages = pages
         self.config = config
-        self.cache = make_cache()
+        self.cache = cache
         self.max_pages = cdiv(config.max_model_len, self.cache.page_size)
         self.mover = PageMover(swap)
         self.programs: dict[Program, int] = {}

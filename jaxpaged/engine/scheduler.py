@@ -150,11 +150,14 @@ class Scheduler:
                 continue
             output = request.output_token_ids
             output.append(token_id)
-            if token_id in request.stop_token_ids:
+            text = request.text.push((token_id,)) if request.text is not None else ""
+            if token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by is not None):
                 self._end(request, FinishReason.STOP)
             elif len(output) >= request.max_new_tokens:
                 self._end(request, FinishReason.LENGTH)
-            new.append(_new_tuple(NewToken, (request.request_id, token_id, request.finish_reason, None)))
+            if request.finish_reason is not None and request.text is not None:
+                text += request.text.finish()
+            new.append(_new_tuple(NewToken, (request.request_id, token_id, request.finish_reason, None, text)))
         self._forget_ended()
         return new
 
