@@ -154,7 +154,7 @@ def _generate(args: argparse.Namespace) -> None:
         engine = _make_engine(args, model, max_tokens)
         begin = time.perf_counter()
         outputs = _run(args, engine, tokenizer, prompts, prompt_token_ids, params)
-    except (ValueError, ModuleNotFoundError, NotImplementedError, OutOfPagesError) as error:
+    except (ValueError, ModuleNotFoundError, NotImplementedError, OutOfPagesError, FloatingPointError) as error:
         raise UsageError(_with_flags(str(error), args)) from error
     _summarise(engine, outputs, max(max_tokens), time.perf_counter() - begin)
 
@@ -266,7 +266,8 @@ def _run(
         [stream], heads = streams, iter(heads)
 
         def show(token: NewToken) -> None:
-            print(next(heads, "") + stream.push(token.token_id), end="", flush=True)
+            if token.token_id is not None:
+                print(next(heads, "") + stream.push(token.token_id), end="", flush=True)
 
         outputs = engine.generate(prompt_token_ids, params, on_token=show)
         print(stream.finish())

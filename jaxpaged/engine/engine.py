@@ -1,7 +1,4 @@
-"""The engine: requests in, tokens out.
-
-`generate -> step -> Scheduler.schedule -> Runner.dispatch`, then `Runner.read -> Scheduler.update` of the step before.
-"""
+"""The engine: requests in, tokens out. `generate -> step -> Pipeline.advance -> schedule, dispatch, read, update`."""
 
 import asyncio
 import dataclasses
@@ -13,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from jaxpaged.config import CacheConfig
-from jaxpaged.engine.plan import SchedulerConfig, StepPlan
+from jaxpaged.engine.pipeline import Pipeline
+from jaxpaged.engine.plan import SchedulerConfig
 from jaxpaged.engine.progress import progress_bar
 from jaxpaged.engine.request import FinishReason, NewToken, Request, SamplingParams, check_token_ids
-from jaxpaged.engine.runner import InFlight, Model, Runner
+from jaxpaged.engine.runner import Model, Runner
 from jaxpaged.engine.scheduler import Scheduler
 from jaxpaged.engine.speculation import NgramSpeculation
-from jaxpaged.engine.stats import EngineStats, StepTimes
+from jaxpaged.engine.stats import EngineStats, StepTimes, collect_stats
 from jaxpaged.engine.streams import TokenStream
 from jaxpaged.engine.text import TextStream
 from jaxpaged.kv_cache import KVCache
@@ -93,19 +91,18 @@ class Engine:
             swap=swap,
             rows_per_seq=1 + (speculation.num_drafts if speculation else 0),
         )
+        self.pipeline = Pipeline(self.scheduler, self.runner)
         self._vocab_size: int | None = getattr(model, "vocab_size", None)
         self._tokenizer = tokenizer
         self._clock = clock
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}  # those unfinished
-        self._in_flight: deque[tuple[StepPlan, InFlight]] = deque()
         self._aborts: deque[int] = deque()
-        self._new: list[NewToken] = []  # not yet handed out
         self._mailboxes: dict[int, deque[NewToken]] = {}
         self._lock = threading.Lock()
         self._stepping: asyncio.Future | None = None
         self._times = StepTimes()
-        self._num_steps = self._num_tokens = self._num_finished = self._num_failed = 0
+        self._num_tokens = self._num_finished = self._num_failed = 0
 
     def add_request(
         self,
@@ -167,21 +164,13 @@ class Engine:
         When it is interrupted, all start over, with the tokens that they have generated, at the next call.
         """
         with self._lock:
-            begin, waited = time.perf_counter(), 0.0
+            begin = time.perf_counter()
             self._take_aborts()
-            while self.scheduler.needs_tokens and self._in_flight:
-                self._read()
-            plan = self.scheduler.schedule(self._clock())
-            if plan is not None:
-                self._dispatch(plan)
-            if self._in_flight and (plan is None or len(self._in_flight) > 1 or self.scheduler.needs_tokens):
-                waiting = time.perf_counter()
-                self._read()
-                waited = time.perf_counter() - waiting
+            new = self.pipeline.advance(self._clock())
             self._take_aborts()
-            new = self._deliver()
-            if plan is not None or new:
-                self._times.add(time.perf_counter() - begin, waited, len(new))
+            new += self.scheduler.take_ended()
+            self._deliver(new)
+            self._times.add(time.perf_counter() - begin, self.pipeline.waited_s, len(new))
             return new
 
     def has_unfinished(self) -> bool:
@@ -197,7 +186,7 @@ class Engine:
         if self._lock.acquire(blocking=False):
             try:
                 self._take_aborts()
-                self._deliver()
+                self._deliver(self.scheduler.take_ended())
             finally:
                 self._lock.release()
 
@@ -257,18 +246,24 @@ class Engine:
         return [_output(r) for r in requests]
 
     def warmup(
-        self, params: Sequence[SamplingParams] = (), *, progress: Callable[[int, int], None] | None = None
+        self,
+        params: Sequence[SamplingParams] = (),
+        *,
+        greedy: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> int:
         """Compiles every program that steps can need, so that no request waits for a compiler.
 
         Args:
             params: Ways to sample, besides the likeliest token, that requests will use.
+            greedy: Compile also what steps need in which all take the likeliest token. False spares half of the
+                programs, where `params` has a way to sample: such steps run as those that draw.
             progress: Called with (done, total); None shows a bar on stderr, if that is a terminal.
 
         Returns:
             How many programs there are.
         """
-        programs = self.runner.all_programs(params)
+        programs = self.runner.all_programs(params, greedy=greedy or not params)
         with self._lock, progress_bar("Compiling", "programs") as bar:
             advance = progress or bar
             self.runner.cache = self.runner.mover.warm_up(self.runner.cache)
@@ -282,73 +277,17 @@ class Engine:
         """Aborts all requests and forgets all cached prefixes. Counts stay."""
         for request_id in list(self._requests):
             self.abort(request_id)
-        with self._lock:
-            self._in_flight.clear()
-            self.pages.reset()
+        self.pages.reset()
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and what it holds now."""
-        scheduler, pages = self.scheduler, self.pages
-        of_pages = pages.stats()
-        return EngineStats(
-            num_steps=self._num_steps,
-            peak_num_pages=scheduler.peak_num_pages,
-            nbytes_per_page=self.runner.cache.nbytes_per_page,
-            num_preemptions=scheduler.num_preemptions,
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
+        return collect_stats(
+            self.pipeline,
+            self._times,
             num_finished=self._num_finished,
             num_failed=self._num_failed,
-            num_swap_outs=scheduler.holdings.num_swap_outs,
-            num_pages=pages.num_pages - 1,
-            num_free_pages=pages.num_free_pages,
-            num_hit_tokens=of_pages.num_hit_tokens,
-            num_missed_tokens=of_pages.num_missed_tokens,
-            num_drafts=scheduler.num_drafts,
-            num_accepted_drafts=scheduler.num_accepted_drafts,
             num_tokens=self._num_tokens,
-            programs=dict(self.runner.programs),
-            max_programs=len(self.runner.all_programs()),
-            **self._times.summary(),
         )
-
-    def _dispatch(self, plan: StepPlan) -> None:
-        """Starts a step. One that raises fails its requests, and nobody else's."""
-        try:
-            in_flight, lost = self.runner.dispatch(plan)
-        except BaseException as error:
-            self._recover(plan, error)
-            if isinstance(error, Exception):
-                return
-            raise
-        self.scheduler.dispatched(plan)
-        for request in lost:
-            self.scheduler.lose(request)
-        if in_flight is not None:
-            self._in_flight.append((plan, in_flight))
-            self._num_steps += 1
-
-    def _read(self) -> None:
-        """Waits for the oldest step and takes its tokens in. Interrupted, it can be called again."""
-        plan, in_flight = self._in_flight[0]
-        try:
-            token_ids, non_finite = self.runner.read(in_flight)
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self._recover(plan, error, is_lost=True)
-                return
-            raise
-        self._in_flight.popleft()
-        self._new += self.scheduler.update(plan, token_ids, non_finite)
-
-    def _recover(self, plan: StepPlan, error: BaseException, *, is_lost: bool = False) -> None:
-        """Puts everything in order after a step that failed, or was interrupted: whatever a model may raise."""
-        failed = isinstance(error, Exception)
-        if failed:
-            self.scheduler.fail(plan, error)
-        if self.runner.restore_cache(is_lost=is_lost) or not failed:
-            self._in_flight.clear()
-            self.scheduler.restart_all()
 
     def _take_aborts(self) -> None:
         while self._aborts:
@@ -356,9 +295,8 @@ class Engine:
             if request is not None:
                 self.scheduler.end([request], FinishReason.ABORT)
 
-    def _deliver(self) -> list[NewToken]:
-        """Hands the new tokens out: to the caller, and to the mailboxes of streams. Forgets requests that ended."""
-        new, self._new = self._new + self.scheduler.take_ended(), []
+    def _deliver(self, new: list[NewToken]) -> None:
+        """Counts new tokens, puts those of streams into their mailboxes, and forgets requests that ended."""
         for token in new:
             self._num_tokens += token.token_id is not None
             if token.finish_reason is not None:
@@ -367,7 +305,6 @@ class Engine:
                 self._num_failed += token.error is not None
             if (mailbox := self._mailboxes.get(token.request_id)) is not None:
                 mailbox.append(token)
-        return new
 
     def _add(
         self,

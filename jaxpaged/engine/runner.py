@@ -7,6 +7,7 @@ Drafts are rows of their own: a sequence with k drafts stands in the batch k + 1
 keys of all are written before any is read, so each row sees the drafts before it, and any model can check drafts.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -146,22 +147,22 @@ class Runner:
 
     def warm_up(self, program: Program) -> None:
         """Compiles a program, by running it on padding."""
-        batch = self._padding(program.num_rows, program.num_tokens)
+        batch = Batch(**self._padding(program.num_rows, program.num_tokens))
         sampling = make_sampling_batch([], program.num_rows, features=program.sampling)
         packed, layout = pack((batch, np.full(len(batch.token_ids), -1, np.int32), sampling))
         token_ids, _, self.cache = self._call(self.cache, jax.device_put(packed), self._previous, layout)
         jax.block_until_ready(token_ids)
         self.programs.setdefault(program, 0)
 
-    def all_programs(self, params: Sequence[SamplingParams] = ()) -> list[Program]:
+    def all_programs(self, params: Sequence[SamplingParams] = (), *, greedy: bool = True) -> list[Program]:
         """Every program that steps can need whose requests are greedy, or else sample like these, all together."""
-        kinds = {SamplingFeatures(): None}
+        kinds = {SamplingFeatures(): None} if greedy else {}
         joined = SamplingFeatures()
         for p in params:
             request = Request(request_id=0, prompt_token_ids=(0,), params=p, max_tokens=self.config.max_model_len)
             features = features_of([request])
             for width in _powers(1, bucket(self.config.max_model_len)) if features.history_width else [0]:
-                kind = SamplingFeatures(**{f: getattr(features, f) for f in _FEATURES} | {"history_width": width})
+                kind = dataclasses.replace(features, history_width=width)
                 joined = joined | kind
                 kinds |= {kind: None, joined: None}
         counts = _powers(1, self._max_rows)
@@ -210,24 +211,24 @@ class Runner:
         if plan.drafts:
             table = np.repeat(table, [1 + len(d) for d in plan.drafts], axis=0)
         num_tokens, is_decode = int(q_lens.sum()), len(q_lens) == int(q_lens.sum())
-        batch = self._padding(*self._shape(len(rows), None if is_decode else num_tokens))
-        from_row = np.full(len(batch.token_ids), -1, np.int32)
-        row_of_token, positions, first = np.arange(len(rows)), begins, None
+        shape = self._shape(len(rows), None if is_decode else num_tokens)
+        arrays = self._padding(*shape)
+        from_row = np.full(len(arrays["token_ids"]), -1, np.int32)
+        row_of_token, positions = np.arange(len(rows)), begins
         if not is_decode:
             row_of_token = np.repeat(row_of_token, q_lens)
             first = np.cumsum(q_lens) - q_lens
             positions = np.arange(num_tokens) + np.repeat(begins - first, q_lens)
-        batch.positions[:num_tokens] = positions
-        batch.page_table[: len(rows)] = table
-        batch.seq_lens[: len(rows)] = begins + q_lens
+            arrays["cu_q_lens"][: len(rows)] = first
+            arrays["cu_q_lens"][len(rows) :] = num_tokens
         page, offset = np.divmod(positions, self.cache.page_size)
-        batch.slot_mapping[:num_tokens] = table[row_of_token, page] * self.cache.page_size + offset
-        if batch.cu_q_lens is not None:
-            batch.cu_q_lens[: len(rows)] = first
-            batch.cu_q_lens[len(rows) :] = num_tokens
-        self._fill_tokens(plan, batch.token_ids, from_row)
+        arrays["slot_mapping"][:num_tokens] = table[row_of_token, page] * self.cache.page_size + offset
+        arrays["positions"][:num_tokens] = positions
+        arrays["page_table"][: len(rows)] = table
+        arrays["seq_lens"][: len(rows)] = begins + q_lens
+        self._fill_tokens(plan, arrays["token_ids"], from_row)
         self._row_of = dict(zip(ids, range(len(ids)), strict=True)) if not plan.drafts else {}
-        return batch, from_row, rows
+        return Batch(**arrays), from_row, rows
 
     def _fill_tokens(self, plan: StepPlan, token_ids: np.ndarray, from_row: np.ndarray) -> None:
         place = 0
@@ -245,17 +246,17 @@ class Runner:
                 token_ids[place : place + len(drafts)] = drafts
                 place += len(drafts)
 
-    def _padding(self, num_rows: int, num_tokens: int | None) -> Batch:
+    def _padding(self, num_rows: int, num_tokens: int | None) -> dict[str, Any]:
         """A batch of nothing. Its slots are past the pool, and distinct: the scatter may assume unique indices."""
         count = num_tokens or num_rows
-        return Batch(
-            token_ids=np.zeros(count, np.int32),
-            positions=np.zeros(count, np.int32),
-            slot_mapping=self.cache.num_slots + np.arange(count, dtype=np.int32),
-            page_table=np.full((num_rows, self.max_pages), NULL_PAGE, np.int32),
-            seq_lens=np.zeros(num_rows, np.int32),
-            cu_q_lens=None if num_tokens is None else np.zeros(num_rows + 1, np.int32),
-        )
+        return {
+            "token_ids": np.zeros(count, np.int32),
+            "positions": np.zeros(count, np.int32),
+            "slot_mapping": self.cache.num_slots + np.arange(count, dtype=np.int32),
+            "page_table": np.full((num_rows, self.max_pages), NULL_PAGE, np.int32),
+            "seq_lens": np.zeros(num_rows, np.int32),
+            "cu_q_lens": None if num_tokens is None else np.zeros(num_rows + 1, np.int32),
+        }
 
 
 class _DraftRow(NamedTuple):
@@ -293,17 +294,11 @@ def _powers(first: int, last: int) -> list[int]:
     return [1 << i for i in range((first - 1).bit_length(), last.bit_length())]
 
 
-_FEATURES = ("draws", "filters", "num_biases", "num_stops", "num_logprobs")
-
-
 def _enter(packed: jax.Array, previous: jax.Array, layout: Layout) -> tuple[Batch, SamplingBatch | None]:
     """The batch, with the tokens that the step before drew in their places, and how to sample."""
     batch, from_row, sampling = unpack(packed, layout)
     token_ids = jnp.where(from_row >= 0, previous[jnp.maximum(from_row, 0)], batch.token_ids)
-    return Batch(**{name: getattr(batch, name) for name in _BATCH} | {"token_ids": token_ids}), sampling
-
-
-_BATCH = tuple(Batch.__dataclass_fields__)
+    return dataclasses.replace(batch, token_ids=token_ids), sampling
 
 
 def _leave(logits: jax.Array, sampling: SamplingBatch | None, num_out: int) -> tuple[jax.Array, jax.Array]:

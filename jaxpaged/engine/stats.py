@@ -3,7 +3,9 @@
 import dataclasses
 import statistics
 from collections import deque
+from typing import Any
 
+from jaxpaged.engine.pipeline import Pipeline
 from jaxpaged.engine.runner import Program
 
 
@@ -94,7 +96,7 @@ class StepTimes:
         """Counts a step."""
         self._steps.append((step_s, wait_s, num_tokens))
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, Any]:
         """Fields of `EngineStats`."""
         if not self._steps:
             return {}
@@ -104,3 +106,28 @@ class StepTimes:
             "step_s": statistics.median(steps),
             "host_s": statistics.median(s - w for s, w in zip(steps, waits, strict=True)),
         }
+
+
+def collect_stats(pipeline: Pipeline, times: StepTimes, **counts: int) -> EngineStats:
+    """The stats of an engine, `counts` among them. Costs a pass over the pool."""
+    scheduler, runner, pages = pipeline.scheduler, pipeline.runner, pipeline.scheduler.pages
+    of_pages = pages.stats()
+    return EngineStats(
+        num_steps=pipeline.num_steps,
+        peak_num_pages=scheduler.peak_num_pages,
+        nbytes_per_page=runner.cache.nbytes_per_page,
+        num_preemptions=scheduler.num_preemptions,
+        num_running=len(scheduler.running),
+        num_waiting=scheduler.num_waiting,
+        num_swap_outs=scheduler.holdings.num_swap_outs,
+        num_pages=of_pages.num_usable_pages,
+        num_free_pages=pages.num_free_pages,
+        num_hit_tokens=of_pages.num_hit_tokens,
+        num_missed_tokens=of_pages.num_missed_tokens,
+        num_drafts=scheduler.num_drafts,
+        num_accepted_drafts=scheduler.num_accepted_drafts,
+        programs=dict(runner.programs),
+        max_programs=len(runner.all_programs()),
+        **counts,
+        **times.summary(),
+    )

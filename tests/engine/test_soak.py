@@ -26,7 +26,7 @@ CONFIG = LlamaConfig(
     rms_norm_eps=1e-5,
 )
 PAGE_SIZE, NUM_PAGES = 4, 49
-LIMITS = SchedulerConfig(max_num_seqs=8, max_step_tokens=32, max_model_len=64)
+LIMITS = SchedulerConfig(max_num_seqs=4, max_step_tokens=16, max_model_len=64)
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=30)
 
@@ -66,20 +66,26 @@ def make_request(rng: np.random.Generator, prefixes: list[list[int]]) -> tuple[l
 
 
 class Solo:
-    """The same requests one at a time, in a pool that is large enough: computed many at once, to save time.
+    """The same requests in a pool that three of them never fill, without prefix hits, three at a time to save time.
 
-    That this engine gives the tokens of solo runs is checked for a sample of them by `test_solo_...`.
+    That this gives the tokens of runs alone is another test.
     """
 
     def __init__(self, model: Llama):
-        limits = dataclasses.replace(LIMITS, max_num_seqs=32, max_step_tokens=512)
-        self.engine = Engine(
-            model, model.cache_config(num_pages=2000, page_size=PAGE_SIZE), limits, prefix_caching=False
-        )
+        self.engine = make_engine(model, prefix_caching=False)
 
     def __call__(self, requests: list) -> list[tuple[int, ...]]:
-        prompts, params = zip(*requests, strict=True)
-        return [o.token_ids for o in self.engine.generate(prompts, params)]
+        outputs = []
+        for begin in range(0, len(requests), 3):
+            prompts, params = zip(*requests[begin : begin + 3], strict=True)
+            outputs += self.engine.generate(prompts, params)
+        assert self.engine.stats().num_preemptions == 0
+        return [output.token_ids for output in outputs]
+
+
+def make_engine(model: Llama, limits: SchedulerConfig = LIMITS, **options) -> Engine:
+    """All engines have the same shapes, so that programs are compiled once."""
+    return Engine(model, model.cache_config(num_pages=NUM_PAGES, page_size=PAGE_SIZE), limits, **options)
 
 
 def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, request):
@@ -88,15 +94,11 @@ def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, req
     prefixes = [rng.integers(0, 64, n).tolist() for n in (4, 9, 16, 21)]
     requests = [make_request(rng, prefixes) for _ in range(num_requests)]
     swap = SwapSpace(24)
-    engine = Engine(model, model.cache_config(num_pages=NUM_PAGES, page_size=PAGE_SIZE), LIMITS, swap=swap)
-    speculating = Engine(
-        model,
-        model.cache_config(num_pages=NUM_PAGES, page_size=PAGE_SIZE),
-        LIMITS,
-        speculation=NgramSpeculation(min_ngram=1),
-    )
+    engine = make_engine(model, swap=swap)
+    two = dataclasses.replace(LIMITS, max_num_seqs=2)  # and as many drafts
+    speculating = make_engine(model, two, speculation=NgramSpeculation(num_drafts=1, min_ngram=1))
     for e in (engine, speculating):
-        e.warmup([SAMPLED])
+        e.warmup([SAMPLED], greedy=False)
     before = compilations()
     got = {}
     got |= drive(engine, requests[: num_requests * 3 // 4], rng, first=0)
@@ -107,9 +109,9 @@ def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, req
         assert e.pages.num_free_pages == NUM_PAGES - 1
         assert not e.has_unfinished()
         assert e.stats().hit_rate > 0.1
-        assert e.stats().num_preemptions > num_requests // 100
+        assert e.stats().num_finished > num_requests // 5
     assert swap.stats().num_sequences == 0
-    assert engine.stats().num_swap_outs > num_requests // 100
+    assert engine.stats().num_preemptions > engine.stats().num_swap_outs > num_requests // 100
     assert speculating.stats().num_accepted_drafts > num_requests // 100
     assert len(got) > num_requests * 0.8
 
@@ -140,13 +142,11 @@ def drive(engine: Engine, requests: list, rng: np.random.Generator, first: int) 
 
 def check_survivors(solo: Solo, requests: list, got: dict) -> None:
     numbers = sorted(got)
-    for begin in range(0, len(numbers), 500):
-        part = numbers[begin : begin + 500]
-        for number, expected in zip(part, solo([requests[n] for n in part]), strict=True):
-            assert got[number] == expected, f"request {number}: {requests[number]}"
+    for number, expected in zip(numbers, solo([requests[n] for n in numbers]), strict=True):
+        assert got[number] == expected, f"request {number}: {requests[number]}"
 
 
-def test_solo_engine_of_many_at_once_equals_one_at_a_time(model):
+def test_solo_engine_of_three_at_a_time_equals_one_at_a_time(model):
     rng = np.random.default_rng(1)
     requests = [make_request(rng, [[1, 2, 3, 4, 5]]) for _ in range(40)]
     together, alone = Solo(model), Solo(model)
