@@ -164,13 +164,14 @@ class Engine:
         When it is interrupted, all start over, with the tokens that they have generated, at the next call.
         """
         with self._lock:
-            begin = time.perf_counter()
+            begin, num_steps = time.perf_counter(), self.pipeline.num_steps
             self._take_aborts()
             new = self.pipeline.advance(self._clock())
             self._take_aborts()
             new += self.scheduler.take_ended()
             self._deliver(new)
-            self._times.add(time.perf_counter() - begin, self.pipeline.waited_s, len(new))
+            if new or self.pipeline.num_steps > num_steps:
+                self._times.add(time.perf_counter() - begin, self.pipeline.waited_s, len(new))
             return new
 
     def has_unfinished(self) -> bool:

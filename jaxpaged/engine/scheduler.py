@@ -148,16 +148,18 @@ class Scheduler:
         for request, token_id in drawn:
             if request.finish_reason is not None:  # it ended while the step ran
                 continue
-            output = request.output_token_ids
+            output, reason, text = request.output_token_ids, None, ""
             output.append(token_id)
-            text = request.text.push((token_id,)) if request.text is not None else ""
-            if token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by is not None):
-                self._end(request, FinishReason.STOP)
+            if request.text is not None:
+                text = request.text.push((token_id,))
+            if token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by):
+                reason = FinishReason.STOP
             elif len(output) >= request.max_new_tokens:
-                self._end(request, FinishReason.LENGTH)
-            if request.finish_reason is not None and request.text is not None:
-                text += request.text.finish()
-            new.append(_new_tuple(NewToken, (request.request_id, token_id, request.finish_reason, None, text)))
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                self._end(request, reason)
+                text += request.text.finish() if request.text is not None else ""
+            new.append(_new_tuple(NewToken, (request.request_id, token_id, reason, None, text)))
         self._forget_ended()
         return new
 

@@ -546,7 +546,7 @@ def test_stats_as_prometheus_text_names_counters_and_gauges(model, engine):
 class Letters:
     """A tokenizer of 64 characters."""
 
-    def decode(self, token_ids) -> str:
+    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
         return "".join(chr(48 + t) for t in token_ids)
 
 
