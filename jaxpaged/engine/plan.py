@@ -71,6 +71,11 @@ class StepBuilder:
         self._decoding: list[Request] = []
         self._drafts: dict[Request, tuple[int, ...]] = {}
 
+    @property
+    def num_decoding(self) -> int:
+        """Requests with one token that follows the last."""
+        return len(self._decoding)
+
     def decode(self, requests: list[Request]) -> None:
         """Adds one token of each of these, before anything else is added."""
         self._decoding = requests
@@ -99,12 +104,11 @@ class StepBuilder:
         requests = (*self._decoding, *self.prompts)
         if not requests and not self.swap_ins and not self.swap_outs:
             return None
-        num_decoding = len(self._decoding)
         ends = (r.num_computed_tokens + n == r.num_tokens for r, n in self.prompts.items())
         return StepPlan(
             requests=requests,
-            num_new_tokens=((1,) * num_decoding) + tuple(self.prompts.values()),
-            samples=((True,) * num_decoding) + tuple(ends),
+            num_new_tokens=((1,) * self.num_decoding) + tuple(self.prompts.values()),
+            samples=((True,) * self.num_decoding) + tuple(ends),
             page_copies=tuple(self.copies),
             swap_outs=tuple(self.swap_outs),
             swap_ins=tuple(self.swap_ins),

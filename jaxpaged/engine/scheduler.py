@@ -107,9 +107,10 @@ class Scheduler:
         self._take_in(now)
         step = StepBuilder(self.config.max_step_tokens)
         self._decode(step)
-        for request in self.running:
-            if request.is_prompting and step.budget > 0:
-                step.prompt(request)
+        if step.num_decoding < len(self.running):
+            for request in self.running:
+                if request.is_prompting and step.budget > 0:
+                    step.prompt(request)
         if self.waiting and not step.num_preempted:
             self._admit(step)
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
