@@ -1,13 +1,13 @@
 """What each request holds: pages of the pool, or places in the swap space. It knows nothing of order and limits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxpaged.config import cdiv
 from jaxpaged.engine.plan import StepBuilder, SwapIn, SwapOut
 from jaxpaged.engine.request import Request
-from jaxpaged.paging import PageAllocator
+from jaxpaged.paging import PageAllocator, PageCopy
 from jaxpaged.paging.swap import SwapSpace
 
 
@@ -40,10 +40,47 @@ class Holdings:
         if request.is_swapped:
             request.is_swapped = False
             step.swap_ins.append(SwapIn(request, self.pages.swap_in(request.request_id)))
+            request.num_slots = request.num_computed_tokens
         else:
             request.num_prefix_tokens = self.pages.add(request.request_id, request.known_tokens())
             request.num_computed_tokens = request.num_prefix_tokens
+            request.num_slots = request.num_tokens
             step.prompt(request)
+
+    def grow(self, requests: Sequence[Request]) -> list[PageCopy]:
+        """Makes room for the next token of requests that decode, up to the end of a page.
+
+        Those that need a page soon get it with those that need one now, as long as there are enough: a call of the
+        page manager costs the same for one sequence as for a hundred.
+
+        Raises:
+            OutOfPagesError: Too few pages are free; nothing was changed.
+        """
+        full = [r for r in requests if r.num_slots == r.num_computed_tokens]
+        if not full:
+            return []
+        half = self.pages.page_size // 2
+        soon = [r for r in requests if 0 <= r.num_slots - r.num_computed_tokens <= half]
+        needed = [r for r in soon if r.num_slots < r.max_tokens - 1]  # the last token is never stored
+        return self._append(needed if len(needed) <= self.pages.num_free_pages else full)
+
+    def _append(self, requests: Sequence[Request]) -> list[PageCopy]:
+        size = self.pages.page_size
+        counts = [min(size - r.num_slots % size, r.max_tokens - 1 - r.num_slots) for r in requests]
+        copies = self.pages.append_many([r.request_id for r in requests], counts)
+        for request, count in zip(requests, counts, strict=True):
+            request.num_slots += count
+        return copies
+
+    def grow_for_drafts(self, request: Request, num_drafts: int) -> list[PageCopy] | None:
+        """Makes room for drafts behind the next token; None, and no change, where too few pages are free."""
+        missing = request.num_computed_tokens + 1 + num_drafts - request.num_slots
+        if missing <= 0:
+            return []
+        if self.pages.num_pages_needed(request.request_id, missing) > self.pages.num_free_pages:
+            return None
+        request.num_slots += missing
+        return self.pages.append(request.request_id, missing)
 
     def commit(self, request: Request) -> None:
         """Makes the full pages that a request has computed findable."""
@@ -59,7 +96,7 @@ class Holdings:
             self.commit(request)
             self.restart(request)
             return
-        self.pages.truncate(request_id, num_computed)  # what this step gave it is not written
+        self.pages.truncate(request_id, num_computed)
         step.swap_outs.append(SwapOut(request_id, self.pages.swap_out(request_id)))
         step.num_swapped_pages += num_pages
         self.num_swap_outs += 1

@@ -212,6 +212,7 @@ class Request:
         num_tokens: Prompt and output, with tokens that a step which is still running will have drawn.
         num_computed_tokens: Tokens whose K and V the steps dispatched so far write. Back to 0 when it starts over.
         num_prefix_tokens: Of those, found by prefix hit.
+        num_slots: Its length in the page manager: tokens that there is room for, and that it may write.
         is_prompting: Its pages are allocated up to the last token known, which is not computed yet.
         is_swapped: Its pages are in the swap space.
         max_new_tokens: What `max_tokens` leaves for the output.
@@ -231,6 +232,7 @@ class Request:
     num_tokens: int = 0
     num_computed_tokens: int = 0
     num_prefix_tokens: int = 0
+    num_slots: int = 0
     is_prompting: bool = True
     is_swapped: bool = False
     num_pages: int = 0

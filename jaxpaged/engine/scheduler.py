@@ -220,7 +220,7 @@ class Scheduler:
         decoding = [r for r in self.running if not r.is_prompting and r.num_tokens < r.max_tokens]
         while decoding:
             try:
-                step.copies += self.pages.append_many([r.request_id for r in decoding], 1)
+                step.copies += self.holdings.grow(decoding)
                 break
             except OutOfPagesError:
                 if len(self.running) == 1:
@@ -239,8 +239,9 @@ class Scheduler:
         assert self.speculation is not None
         limit = min(step.budget, request.max_tokens - request.num_tokens - 1)
         drafts = self.speculation.propose(request, limit) if limit > 0 else ()
-        if drafts and self.pages.num_pages_needed(request.request_id, len(drafts)) <= self.pages.num_free_pages:
-            step.copies += self.pages.append(request.request_id, len(drafts))
+        copies = self.holdings.grow_for_drafts(request, len(drafts)) if drafts else None
+        if copies is not None:
+            step.copies += copies
             step.draft(request, drafts)
             self.num_drafts += len(drafts)
 
@@ -302,8 +303,6 @@ class Scheduler:
             self.num_accepted_drafts += num_accepted
             for token_id in tokens[: num_accepted + 1]:
                 yield request, token_id
-            if drafts and request.finish_reason is None:
-                self.pages.truncate(request.request_id, request.num_computed_tokens)
 
     def _end_non_finite(self, request: Request) -> None:
         error = FloatingPointError(
