@@ -150,6 +150,8 @@ class Engine:
         request = self._add(prompt_token_ids, params or SamplingParams(), priority, deadline, mailbox)
         return TokenStream(self, request.request_id, mailbox)
 
+    astream = stream  # one object is both iterators
+
     async def step_async(self) -> None:
         """One `step` in a thread of its own; who calls while it runs waits for the same one."""
         if self._stepping is None or self._stepping.done():

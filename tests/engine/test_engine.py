@@ -317,7 +317,7 @@ def test_stream_yields_the_tokens_of_its_request_as_they_come(model, engine):
 
 def test_astream_of_many_readers_equals_one_by_one(model, engine):
     async def read(prompt):
-        return tuple([token.token_id async for token in engine.stream(prompt, SAMPLED)])
+        return tuple([token.token_id async for token in engine.astream(prompt, SAMPLED)])
 
     async def read_all():
         return await asyncio.gather(*map(read, PROMPTS))
@@ -461,6 +461,54 @@ def test_step_that_raises_leaves_requests_that_were_not_in_it(model, how):
     assert [t.finish_reason for t in tokens if t.request_id == bad] == [FinishReason.ERROR]
     assert tuple(t.token_id for t in tokens if t.request_id == good) == solo(model, GOOD, params)
     assert engine.pages.num_free_pages == 79
+
+
+def test_step_whose_result_cannot_be_read_fails_its_requests_and_the_rest_start_over(model, monkeypatch):
+    """As on a device that runs out of memory: the error comes when the tokens are read, one step later."""
+    limits = dataclasses.replace(LIMITS, max_step_tokens=8)
+    engine = make_engine(model, limits=limits)
+    read, calls = engine.runner.read, []
+
+    def failing(in_flight):
+        calls.append(in_flight)
+        if len(calls) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return read(in_flight)
+
+    monkeypatch.setattr(engine.runner, "read", failing)
+    first, second = engine.add_request(PROMPTS[3], SAMPLED), engine.add_request(PROMPTS[2][::-1], SAMPLED)
+    tokens = []
+    while engine.has_unfinished():
+        tokens += engine.step()
+    ends = {t.request_id: t for t in tokens if t.finish_reason is not None}
+    assert ends[first].finish_reason is ends[second].finish_reason is FinishReason.ERROR
+    assert "RESOURCE_EXHAUSTED" in str(ends[first].error)
+    assert engine.pages.num_free_pages == 79
+    assert engine.pages.match(PROMPTS[2][::-1]) == 0  # what the lost cache held cannot be hit
+    [after] = engine.generate([PROMPTS[3]], SAMPLED)
+    assert after.token_ids == solo(model, PROMPTS[3], SAMPLED)
+
+
+def test_step_interrupted_while_it_waits_loses_nothing(model, monkeypatch):
+    engine = make_engine(model)
+    read, calls = engine.runner.read, []
+
+    def interrupted(in_flight):
+        calls.append(in_flight)
+        if len(calls) in (1, 4):
+            raise KeyboardInterrupt
+        return read(in_flight)
+
+    monkeypatch.setattr(engine.runner, "read", interrupted)
+    request_id = engine.add_request(PROMPTS[1], SAMPLED)
+    tokens = []
+    while engine.has_unfinished():
+        try:
+            tokens += engine.step()
+        except KeyboardInterrupt:
+            assert engine.has_unfinished()
+    assert {t.request_id for t in tokens} == {request_id}
+    assert tuple(t.token_id for t in tokens) == solo(model, PROMPTS[1], SAMPLED)
 
 
 def test_generate_where_every_prompt_fails_raises_the_cause(model):
