@@ -72,13 +72,12 @@ class Solo:
     """
 
     def __init__(self, model: Llama):
-        self.engine = make_engine(model, prefix_caching=False)
+        three = dataclasses.replace(LIMITS, max_num_seqs=3)
+        self.engine = make_engine(model, three, prefix_caching=False)
 
     def __call__(self, requests: list) -> list[tuple[int, ...]]:
-        outputs = []
-        for begin in range(0, len(requests), 3):
-            prompts, params = zip(*requests[begin : begin + 3], strict=True)
-            outputs += self.engine.generate(prompts, params)
+        prompts, params = zip(*requests, strict=True)
+        outputs = self.engine.generate(prompts, params)
         assert self.engine.stats().num_preemptions == 0
         return [output.token_ids for output in outputs]
 
