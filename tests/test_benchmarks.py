@@ -102,3 +102,13 @@ def test_workloads_have_names_of_their_own():
     names = [w.name for w in [*workloads.DECODE, *workloads.OTHERS, *workloads.APPEND]]
     assert len(names) == len(set(names)) == 58
     assert len(workloads.SHORT) == 9
+
+
+def test_page_memory_smoke_writes_figures_and_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    command = [sys.executable, "-m", "benchmarks.page_memory", "--smoke", "--out", str(tmp_path)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    results = json.loads((tmp_path / "page_memory.json").read_text())
+    assert set(results["figures"]) == set(results["bars"])
+    assert (tmp_path / "page_memory.png").read_bytes()[:4] == b"\x89PNG"

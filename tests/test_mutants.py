@@ -129,7 +129,12 @@ PLAN, QUANTIZE = "jaxpaged/ops/plan.py", "jaxpaged/quantize.py"
 XLA, REFERENCE, TRITON = "jaxpaged/ops/xla.py", "jaxpaged/ops/reference.py", "jaxpaged/ops/triton.py"
 LINEAR, ROPE_FLOAT, ROPE_INT8 = "jaxpaged/ops/linear.py", rope("float32"), rope("int8", kv_heads=2, q_heads=6)
 MERGE, CACHE, BATCH = "jaxpaged/ops/merge.py", "jaxpaged/kv_cache.py", "jaxpaged/batch.py"
-ALLOCATOR, POOL, TABLES = "jaxpaged/paging/allocator.py", "jaxpaged/paging/pool.py", "jaxpaged/paging/tables.py"
+SEQUENCES, STATE, POOL, TABLES = (
+    "jaxpaged/paging/sequences.py",
+    "jaxpaged/paging/state.py",
+    "jaxpaged/paging/pool.py",
+    "jaxpaged/paging/tables.py",
+)
 
 # What is wrong: (file, text, what stands there instead, the check that must notice).
 MUTANTS = {
@@ -422,51 +427,51 @@ MUTANTS = {
     ),
     "batch: padding is live": (BATCH, "live = row < seq_lens.shape[0]", "live = row >= 0", batch_values),
     "allocator: fork keeps no count": (
-        ALLOCATOR,
-        "self._pool.retain(page_ids)",
+        SEQUENCES,
+        "self._pool.share(page_ids[num_dead:].astype(np.intp))",
         "pass",
         allocator("test_free_of_the_parent_leaves_the_child_its_pages"),
     ),
     "allocator: shared page not copied": (
-        ALLOCATOR,
-        "self._pool.ref_count(self._table.last_page(row)) > 1",
+        STATE,
+        "not self._pool.is_private(table.last_page(row))",
         "False",
         allocator("test_append_to_a_shared_partial_page_copies_it_once"),
     ),
     "allocator: copied page not released": (
-        ALLOCATOR,
-        "self._pool.release([copies[0].src])",
+        SEQUENCES,
+        "self._pool.drop(np.array([copies[-1].src]))",
         "pass",
         allocator("test_append_to_a_shared_partial_page_copies_it_once"),
     ),
     "allocator: truncate keeps a page": (
-        ALLOCATOR,
+        SEQUENCES,
         "num_kept = cdiv(num_tokens, self._page_size)",
         "num_kept = num_tokens // self._page_size + 1",
         allocator("test_truncate_keeps_the_first_tokens_and_frees_the_pages_past_them", 4, 1),
     ),
     "allocator: free keeps the pages": (
-        ALLOCATOR,
-        "self._pool.release(self._table.pages(self._table.row(seq_id)))",
+        SEQUENCES,
+        "self._pool.put(page_ids)",
         "pass",
         allocator("test_free_then_add_reuses_the_id_and_the_pages"),
     ),
     "allocator: slots of the first tokens": (
-        ALLOCATOR,
-        "ragged_arange(self._table.num_tokens[rows] - counts, counts)",
+        SEQUENCES,
+        "ragged_arange(lengths - counts, counts)",
         "ragged_arange(np.zeros_like(counts), counts)",
         allocator("test_slot_mapping_packs_the_last_tokens_of_each_sequence"),
     ),
     "pool: a page handed out twice": (
         POOL,
-        "self._top += count",
-        "self._top += count - (count > 1)",
+        "self._top = end = top + count",
+        "self._top = (end := top + count) - (count > 1)",
         test_pool.test_allocate_whole_pool_hands_out_each_page_once_and_never_the_null_page,
     ),
     "pool: the null page handed out": (
         POOL,
-        "np.arange(1, num_pages, dtype=np.intp)",
-        "np.arange(num_pages - 1, dtype=np.intp)",
+        "np.arange(1, num_pages, dtype=np.int32)",
+        "np.arange(num_pages - 1, dtype=np.int32)",
         test_pool.test_allocate_whole_pool_hands_out_each_page_once_and_never_the_null_page,
     ),
     "tables: no padding": (
@@ -499,6 +504,10 @@ def put_in_place(file: str, text: str, replacement: str, monkeypatch) -> None:
         for module in [m for n, m in sys.modules.items() if n.split(".")[0] in ("jaxpaged", "tests")]:
             for bound_as in [k for k, v in vars(module).items() if v is value]:
                 monkeypatch.setattr(module, bound_as, getattr(mutant, key))
+        if file in (SEQUENCES, STATE) and isinstance(value, type):  # others inherit from it
+            for method, function in vars(getattr(mutant, key)).items():
+                if isinstance(function, types.FunctionType):
+                    monkeypatch.setattr(value, method, function)
 
 
 @pytest.mark.parametrize(("file", "check"), CHECKS, ids=CHECKS.values())

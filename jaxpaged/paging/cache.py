@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxpaged.paging.continuations import Continuations
+from jaxpaged.paging.continuations import NO_TOKEN, Continuations
 from jaxpaged.paging.digests import Digests, Key, as_bytes, as_digests, group_tag, hash_pages, root_digest
 from jaxpaged.paging.groups import PageGroup, longest_hit
 from jaxpaged.paging.lru import PageIds
@@ -250,6 +250,8 @@ class PrefixCache:
 
     def _list(self, page_ids: PageIds, digests: Digests, parents: Digests) -> None:
         self.index.insert(page_ids, digests, parents)
+        if self.continuations is not None:
+            self.continuations.tokens[page_ids] = NO_TOKEN  # until they are told
         if self.events is not None:
             for page_id, digest, parent in zip(page_ids.tolist(), digests, map(as_bytes, parents), strict=True):
                 before = None if parent in self._roots else parent

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from jaxpaged.config import cdiv
 from jaxpaged.paging.cache import PrefixCache
+from jaxpaged.paging.continuations import NO_TOKEN
 from jaxpaged.paging.digests import (
     Digests,
     Key,
@@ -239,10 +240,9 @@ class CacheVerbs(PageState):
         for group, table in enumerate(self._tables):
             self._enter_group(cache, group, table, row, first, chain, parents)
         if cache.continuations is not None:
-            keyed = {key.position // self._page_size - first for key in keys}
-            open_pages = np.array([i for i in range(end - first) if i not in keyed], np.intp)
-            page_ids = self._table.pages(row)[first:end][open_pages].astype(np.intp)
-            cache.continuations.enter(page_ids, parents[open_pages], tokens[open_pages])
+            keyed = [key.position // self._page_size - first for key in keys]
+            tokens = np.where(np.isin(np.arange(end - first), keyed)[:, None], NO_TOKEN, tokens)
+            cache.continuations.enter(self._table.pages(row)[first:end].astype(np.intp), parents, tokens)
 
     def _chain_before(self, cache: PrefixCache, row: int, first: int) -> bytes | None:
         """The digest of the page before page `first`; None if no group has that page any more."""

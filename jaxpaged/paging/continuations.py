@@ -7,6 +7,8 @@ from jaxpaged.paging.digests import Digests
 from jaxpaged.paging.lru import PageIds
 
 _WAYS = 8
+NO_TOKEN = np.int32(-(2**31))
+"""Fills the pages that are never shared in part: those with keys, and those whose tokens nobody told."""
 
 
 class Continuations:

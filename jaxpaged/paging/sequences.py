@@ -115,18 +115,18 @@ class SequenceVerbs(PageState):
         row = self._row(parent_id)
         if child_id in self:
             raise taken("child_id", child_id, self)
-        if self._table.num_reserved.item(row) and self._table.num_tokens.item(row) % self._page_size:
+        length = self._table.num_tokens.item(row)
+        if self._table.limit.item(row) > length and length % self._page_size:
             self._reserve_copies(row, parent_id)
-        facts = self._table.num_tokens.item(row), self._table.num_indexed.item(row)
         for table in self._tables:
             page_ids, num_dead = table.pages(row).copy(), table.num_dead.item(row)
             self._pool.share(page_ids[num_dead:].astype(np.intp))
             table.shares[row] = 1
-            table.add(child_id, page_ids, facts[0])
+            table.add(child_id, page_ids, length)
             child = table.row(child_id)
             table.num_dead[child], table.shares[child] = num_dead, 1
         child = self._table.row(child_id)
-        self._table.num_indexed[child] = facts[1]
+        self._table.num_indexed[child] = self._table.num_indexed[row]
         if row in self._keys:
             self._keys[child] = self._keys[row]
 

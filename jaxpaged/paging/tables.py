@@ -133,9 +133,13 @@ class SequenceTable:
     def extend_many(self, rows: Rows, page_ids: npt.NDArray[np.integer], counts: npt.NDArray[np.intp]) -> None:
         """`extend` of distinct rows: `page_ids` are the first row's `counts[0]`, then the second's, and so on."""
         totals = self.num_pages[rows] + counts
-        moving = rows[totals > self._room[rows]]
-        if len(moving):
-            self._move(moving, np.maximum(totals[totals > self._room[rows]], 2 * self.num_pages[moving]))
+        moving = totals > self._room[rows]
+        if moving.any():
+            rooms = np.maximum(totals, 2 * self.num_pages[rows])
+            if self._end + int(rooms.sum()) > len(self._view):
+                self._collect(int(rooms.sum()))  # which takes spare room from rows that had enough
+                moving = totals > self._room[rows]
+            self._move(rows[moving], rooms[moving])
         self.page_ids[ragged_arange(self.starts[rows] + self.num_pages[rows], counts)] = page_ids
         self.num_pages[rows] = totals
 

@@ -144,9 +144,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         try:
             before = self.state()
             num_prefix = self.pages.add(seq_id, argument, keys=keys, host=host)
-        except OutOfPagesError as refusal:
+        except OutOfPagesError:
             assert not fits
-            assert refusal.needed > refusal.free
             assert self.state() == before
             assert seq_id not in self.pages
             return multiple()
@@ -202,8 +201,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             copies = self.pages.append_many(chosen, counts)
-        except OutOfPagesError as refusal:
-            assert refusal.needed > refusal.free
+        except OutOfPagesError:
             assert each > self.pages.num_free_pages or len(self.pages.groups) > 1
             assert self.state() == before
             return
@@ -235,16 +233,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         if parent_id in self.swapped:
             return multiple()
         child_id, free = self.new_id(), self.pages.num_free_pages
-        if parent_id in self.promised and free == 0:
-            before = self.state()
-            try:
-                self.pages.fork(parent_id, child_id)
-            except OutOfPagesError:
-                assert self.state() == before
-                return multiple()
-        else:
+        reserves = self.pages._table.limit.item(self.pages._table.row(parent_id)) > 0
+        before = self.state()
+        try:
             self.pages.fork(parent_id, child_id)
-        assert self.pages.num_free_pages == free or parent_id in self.promised
+        except OutOfPagesError:
+            assert reserves  # the promise has to cover the copy of the last page
+            assert self.state() == before
+            return multiple()
+        assert self.pages.num_free_pages == free or reserves
         self.tokens[child_id], self.keys[child_id] = list(self.tokens[parent_id]), self.keys[parent_id]
         return child_id
 
@@ -279,8 +276,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             self.pages.reserve(seq_id, count)
-        except OutOfPagesError as refusal:
-            assert refusal.needed > refusal.free
+        except OutOfPagesError:
             assert self.state() == before
             return
         self.promised[seq_id] = len(self.tokens[seq_id]) + count
@@ -488,17 +484,17 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_allocator_against_the_model(request, kind):
-    """In CI 5,200 steps over all kinds; with `--soak` a million."""
+    """In CI 10,000 steps over all kinds; with `--soak` a million."""
     soak = request.config.getoption("--soak")
     machine = type("Machine", (AllocatorMachine,), {"kind": kind, "num_steps": 0})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=2_600 if soak else 15,
+            max_examples=2_600 if soak else 25,
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
             derandomize=not soak,
         ),
     )
-    assert machine.num_steps >= (125_000 if soak else 650)
+    assert machine.num_steps >= (125_000 if soak else 1_250)

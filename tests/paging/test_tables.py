@@ -57,3 +57,13 @@ def test_collection_gives_back_the_room_of_truncated_rows():
         table.remove(seq_id)
     assert len(table.page_ids) <= 8192
     assert table.pages(table.row("long")).tolist() == list(range(10))
+
+
+def test_extend_many_keeps_rows_apart_when_a_collection_takes_their_spare_room():
+    table = SequenceTable()
+    for seq_id in range(3):
+        table.add(seq_id, np.full(800 if seq_id else 100, seq_id), num_tokens=0)
+    table.num_pages[table.row(0)] = 1  # a long run that a collection cuts short
+    rows, counts = table.rows([0, 1, 2]), np.array([50, 1, 1])
+    table.extend_many(rows, np.repeat([0, 1, 2], counts), counts)
+    assert [table.pages(row).tolist() for row in rows] == [[0] * 51, [1] * 801, [2] * 801]

@@ -1,0 +1,432 @@
+"""Prefix caching, windows, swap and promises, case by case: what the state machine cannot name."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import jaxpaged
+from jaxpaged.paging import Key, OutOfPagesError, PageAllocator, PageCopy, PageGroup
+from jaxpaged.paging.digests import hash_pages, root_digest
+
+PROMPT = list(range(100, 120))  # 5 pages of 4
+
+
+def make_pages(num_pages=21, **options) -> PageAllocator:
+    return PageAllocator(num_pages, 4, prefix_caching=True, **options)
+
+
+def add_committed(pages, seq_id, tokens, **options):
+    num_prefix = pages.add(seq_id, tokens, **options)
+    pages.commit(seq_id, tokens)
+    return num_prefix
+
+
+# Digests
+
+
+def test_digests_do_not_depend_on_the_hash_seed():
+    code = (
+        "import sys, types, numpy as np\n"
+        "sys.modules['jaxpaged'] = types.ModuleType('jaxpaged')\n"  # without its __init__, which imports JAX
+        f"sys.modules['jaxpaged'].__path__ = {list(jaxpaged.__path__)!r}\n"
+        "from jaxpaged.paging import Key\n"
+        "from jaxpaged.paging.digests import hash_pages, root_digest\n"
+        "keys = [Key('adapter', 'x'), Key('image', b'i', 5)]\n"
+        "print(hash_pages(np.arange(12, dtype=np.int32), 4, parent=root_digest(4), keys=keys).tolist())\n"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(printed) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([Key("a", "bc")], [Key("ab", "c")]),
+        ([Key("n", 1)], [Key("n", "1")]),
+        ([Key("n", b"1")], [Key("n", "1")]),
+        ([Key("adapter", "x")], [Key("tenant", "x")]),
+        ([Key("i", "x", 0)], [Key("i", "x", 1)]),
+        ([Key("i", "x", 0), Key("i", "y", 0)], [Key("i", "xy", 0)]),
+        ([], [Key("", "")]),
+    ],
+)
+def test_keys_that_differ_in_any_part_never_share_a_page(one, other):
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT, keys=one)
+    assert pages.match(PROMPT, keys=one) == 16
+    assert pages.match(PROMPT, keys=other) == 0
+
+
+def test_keys_count_from_their_position_on_and_in_any_order():
+    pages = make_pages()
+    keys = [Key("image", b"1", 9), Key("image", b"2", 8)]
+    add_committed(pages, "a", PROMPT, keys=keys)
+    assert pages.match(PROMPT) == 8
+    assert pages.match(PROMPT, keys=keys[::-1]) == 16
+
+
+def test_digest_of_a_page_names_all_before_it():
+    tokens = np.array([1, 2, 3, 4, 5, 6, 7, 8], np.int32)
+    first, second = hash_pages(tokens, 4, parent=root_digest(4)).tolist()
+    again = hash_pages(tokens[4:], 4, parent=np.array(first, "<u8").tobytes(), first_page=1)
+    assert again.tolist() == [second]
+    assert hash_pages(tokens[4:], 4, parent=root_digest(4)).tolist() != [second]
+
+
+# Hits
+
+
+@pytest.mark.parametrize(("length", "hit"), [(4, 0), (5, 4), (8, 4), (9, 8), (20, 16), (21, 20), (3, 0), (0, 0)])
+def test_add_hits_full_pages_and_leaves_a_token_to_compute(length, hit):
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    prompt = [*PROMPT, 7][:length]
+    assert pages.match(prompt) == hit
+    assert pages.add("b", prompt) == hit
+    assert pages.page_ids("b")[: hit // 4].tolist() == pages.page_ids("a")[: hit // 4].tolist()
+
+
+def test_add_before_the_commit_and_by_count_hits_nothing():
+    pages = make_pages()
+    pages.add("a", PROMPT)
+    assert pages.add("b", PROMPT) == 0
+    pages.commit("a", PROMPT[:9])
+    assert pages.match(PROMPT) == 8
+    assert pages.add("c", len(PROMPT)) == 0
+
+
+def test_hits_that_nobody_owns_count_against_free_pages():
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    pages.free("a")
+    assert (pages.num_free_pages, pages.stats().num_cached_pages) == (7, 5)
+    longer = PROMPT + list(range(9))  # 8 pages, 5 of them cached
+    assert not pages.can_allocate(longer)
+    with pytest.raises(OutOfPagesError, match=r"^add of 29 tokens to sequence 'b' needs 3 pages; 2 are free\."):
+        pages.add("b", longer)
+    assert pages.can_allocate(longer[:28])
+    assert pages.add("b", longer[:28]) == 20
+
+
+def test_eviction_takes_the_least_recently_used_chain_from_its_tail():
+    pages = make_pages(11)
+    other = [7] * 20
+    add_committed(pages, "old", PROMPT)
+    add_committed(pages, "new", other)
+    pages.free("old")
+    pages.free("new")
+    pages.add("x", 4 * 3)
+    assert (pages.match([*PROMPT, 0]), pages.match([*other, 0])) == (8, 20)
+    assert pages.stats().num_evictions == 3
+    pages.add("y", [*PROMPT[:4], 0])  # in use: what is left of its chain goes, then the other's tail
+    pages.add("z", 4 * 3)
+    assert (pages.match([*PROMPT, 0]), pages.match([*other, 0])) == (4, 8)
+
+
+def test_commit_of_content_that_another_committed_first_shares_its_pages():
+    pages = make_pages()
+    pages.add("a", PROMPT)
+    pages.add("b", PROMPT)
+    pages.fork("b", "c")
+    pages.commit("a", PROMPT)
+    pages.commit("b", PROMPT)
+    assert pages.page_ids("c").tolist() == pages.page_ids("b").tolist() == pages.page_ids("a").tolist()
+    assert pages.num_free_pages == 15
+
+
+def test_append_after_truncate_into_a_page_that_can_be_hit_copies_it():
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    pages.truncate("a", 18)
+    assert pages.append("a", 1) == [PageCopy(5, 6)]
+    assert pages.match([*PROMPT, 0]) == 20
+
+
+def test_commit_of_other_tokens_than_a_fork_committed_raises():
+    pages = make_pages()
+    pages.add("a", PROMPT)
+    pages.fork("a", "b")
+    pages.commit("a", PROMPT)
+    with pytest.raises(ValueError, match=r"^`token_ids` of sequence 'b' must be those that its page 0 was committed"):
+        pages.commit("b", [9] * 20)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1] * 21, ValueError, r"^`token_ids` of sequence 'a' must be at most its 20 tokens; got 21\.$"),
+        ([1.5] * 8, TypeError, r"^`token_ids` of sequence 'a' must be integers; got float64\.$"),
+        ([2**31] * 8, ValueError, r"^`token_ids` of sequence 'a' must fit into int32; got 2147483648"),
+        (8, TypeError, r"^`token_ids` of sequence 'a' must be its tokens; got int\.$"),
+    ],
+)
+def test_commit_of_bad_tokens_raises(tokens, error, message):
+    pages = make_pages()
+    pages.add("a", PROMPT)
+    with pytest.raises(error, match=message):
+        pages.commit("a", tokens)
+    assert pages.stats().num_cached_pages == 0
+
+
+def test_partial_hit_of_30_tokens_shares_16_and_copies_14():
+    pages = PageAllocator(21, 16, prefix_caching=True, partial_hits=True)
+    tokens = list(range(64))
+    add_committed(pages, "a", tokens)
+    prompt = [*tokens[:30], 7, 7, 7]
+    assert pages.match(prompt) == 30
+    assert pages.add("b", prompt) == 30
+    assert pages.take_copies() == [PageCopy(2, pages.page_ids("b").item(1))]
+    assert pages.take_copies() == []
+
+
+def test_explain_says_why_page_by_page():
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    said = pages.explain([*PROMPT[:8], 1, 2, 3, 4, 5])
+    assert [page.hit for page in said] == [True, True, False, False]
+    assert [page.reason for page in said] == [
+        "hit: 1 owners", "hit: 1 owners", "never seen, or evicted long ago", "not full: 1 of 4 tokens",
+    ]  # fmt: skip
+    assert pages.explain(PROMPT)[4].reason == "holds the last token, which is always computed anew"
+    assert pages.explain(PROMPT, keys=[Key("adapter", "x")])[0].reason == "cached without `keys`, or under others"
+    pages.free("a")
+    assert pages.explain(PROMPT)[0].reason == "hit: cached, nobody owns it now"
+    pages.add("b", 12)
+    assert pages.explain([*PROMPT, 0])[4].reason == "evicted"
+    assert "prefix caching is off" in PageAllocator(8).explain([1])[0].reason
+
+
+# Pins, reset, events, saving
+
+
+def test_pinned_pages_stay_until_their_time_is_up():
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    assert pages.pin(PROMPT, expires_at=10.0) == 20
+    pages.free("a")
+    assert pages.num_free_pages == 2
+    pages.expire(9.0)
+    assert pages.num_free_pages == 2
+    pages.expire(10.0)
+    assert pages.num_free_pages == 7
+    assert pages.pin(PROMPT) == 20
+    pages.unpin(PROMPT)
+    with pytest.raises(
+        ValueError, match=r"^`token_ids` must be a prefix that is pinned; got 20 tokens that are not\.$"
+    ):
+        pages.unpin(PROMPT)
+
+
+def test_reset_forgets_content_and_keeps_sequences():
+    pages = make_pages(record_events=True)
+    add_committed(pages, "a", PROMPT)
+    pages.reset()
+    assert pages.match([*PROMPT, 0]) == 0
+    assert [event.kind for event in pages.take_events()] == ["stored"] * 5 + ["cleared"]
+    pages.commit("a", PROMPT)
+    assert pages.match([*PROMPT, 0]) == 20
+    assert pages.take_events()[0].parent is None
+
+
+def test_cached_pages_are_adopted_by_another_pool():
+    pages, other = make_pages(), make_pages(4)
+    add_committed(pages, "a", PROMPT)
+    saved = pages.cached_pages()
+    assert other.adopt(saved).tolist() == [1, 2, 3, 0, 0]
+    assert other.match([*PROMPT, 0]) == 12
+    assert other.adopt(saved).tolist() == [0] * 5
+    assert pages.adopt(saved).tolist() == [0] * 5
+
+
+def test_evicted_pages_come_back_from_the_host():
+    class Host(set):
+        def has(self, digest):
+            return digest in self
+
+    pages, host = make_pages(8, offload=True), Host()
+    add_committed(pages, "a", PROMPT)
+    pages.free("a")
+    pages.add("b", 28)
+    host.update(digest for digest, _ in pages.take_evictions())
+    pages.free("b")
+    assert pages.add("c", [*PROMPT, 0], host=host) == 20
+    restores = pages.take_restores()
+    assert [restore.page_id for restore in restores] == pages.page_ids("c")[:5].tolist()
+    assert {restore.digest for restore in restores} == host
+    assert pages.invalidate("c", 8) == ["c"]
+    assert pages.match([*PROMPT, 0]) == 8
+
+
+# Windows
+
+
+def test_window_in_a_group_frees_dead_pages_and_needs_few_for_a_hit():
+    pages = make_pages(41, groups=[PageGroup("all"), PageGroup("near", 5)])
+    add_committed(pages, "a", PROMPT)
+    assert pages.page_ids("a", group="near").tolist()[:4] == [0, 0, 0, 0]
+    assert pages.page_ids("a", group="all").all()
+    pages.append("a", 1)
+    assert pages.add("b", [*PROMPT, 0]) == 20
+    assert pages.page_table(["b"], group="near")[0, :4].tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match=r"^`group` must be one of \['all', 'near'\]; got None\.$"):
+        pages.page_ids("a")
+    with pytest.raises(ValueError, match=r"^`num_tokens` for sequence 'a' must be >= 20: its pages in group 'near'"):
+        pages.truncate("a", 19)
+
+
+# Promises, limits, swap, threads
+
+
+def test_reserve_keeps_pages_from_others_until_they_are_used():
+    pages = PageAllocator(8, 4)
+    pages.add("a", 4)
+    pages.reserve("a", 12)
+    assert (pages.num_free_pages, pages.stats().num_reserved_pages) == (3, 3)
+    with pytest.raises(OutOfPagesError, match=r"^add of 16 tokens to sequence 'b' needs 4 pages; 3 are free\."):
+        pages.add("b", 16)
+    pages.add("b", 12)
+    pages.append("a", 12)
+    assert pages.num_free_pages == 0
+    pages.truncate("a", 8)
+    assert pages.num_free_pages == 0  # promised again
+    pages.reserve("a", 0)
+    assert pages.num_free_pages == 2
+
+
+def test_growth_beyond_the_table_raises_with_numbers():
+    pages = PageAllocator(20, 4, max_pages_per_seq=2)
+    pages.add("a", 8)
+    message = r"^Sequence 'a' must have at most 8 tokens, for `max_pages_per_seq` is 2 pages of 4; got 9\.$"
+    for call in (lambda: pages.append("a"), lambda: pages.append_many(["a"]), lambda: pages.reserve("a", 1)):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not pages.can_allocate(9)
+
+
+def test_swapped_sequence_keeps_its_length_and_refuses_other_verbs():
+    pages = PageAllocator(8, 4)
+    pages.add("a", 6)
+    assert pages.swap_out("a").tolist() == [1, 2]
+    assert (pages.seq_len("a"), pages.num_free_pages, "a" in pages) == (6, 7, True)
+    for call in (
+        lambda: pages.append("a"),
+        lambda: pages.append_many(["a"]),
+        lambda: pages.fork("a", "b"),
+        lambda: pages.truncate("a", 1),
+        lambda: pages.swap_out("a"),
+        lambda: pages.page_table(["a"]),
+        lambda: pages.slot_mapping(["a"], [1]),
+        lambda: pages.reserve("a", 1),
+        lambda: pages.commit("a", []),
+    ):
+        with pytest.raises(ValueError, match=r"^Sequence 'a' is swapped out; swap it in first\.$"):
+            call()
+    with pytest.raises(ValueError, match=r"^`seq_id` must be new; got 'a', which is a swapped sequence\. Free it"):
+        pages.add("a", 1)
+    assert len(pages.swap_in("a")) == 2
+    with pytest.raises(ValueError, match=r"^`seq_id` must be a sequence that is swapped out; got 'a', which is not\.$"):
+        pages.swap_in("a")
+    pages.swap_out("a")
+    pages.free("a")
+    assert "a" not in pages
+
+
+@pytest.mark.parametrize("verb", ["add", "append", "free"])
+def test_call_from_a_second_thread_inside_a_verb_raises(verb):
+    pages, inside, done, refused = PageAllocator(8, 4), threading.Event(), threading.Event(), []
+
+    class Slow:
+        def __index__(self):
+            inside.set()
+            done.wait(10)
+            return 2
+
+    pages.add("a", 1)
+    first = threading.Thread(target=lambda: pages.append("a", Slow()))
+    first.start()
+    inside.wait(10)
+    try:
+        with pytest.raises(RuntimeError, match=rf"^`{verb}` was called while another thread was inside the page"):
+            getattr(pages, verb)(*(("b", 1) if verb == "add" else ("a",)))
+    finally:
+        done.set()
+        first.join()
+    assert refused == []
+    assert pages.seq_len("a") == 3
+
+
+def test_append_many_does_what_appends_in_turn_do():
+    rng = np.random.default_rng(0)
+    one, many = PageAllocator(2001, 4), PageAllocator(2001, 4)
+    for pages in (one, many):
+        for seq_id in range(40):
+            pages.add(seq_id, seq_id % 9)
+        for seq_id in range(10):
+            pages.fork(seq_id, ("child", seq_id))
+            pages.fork(seq_id, ("other", seq_id))
+    seq_ids = [*range(40), *(("child", i) for i in range(10)), *(("other", i) for i in range(10))]
+    for _ in range(8):
+        counts = rng.integers(0, 7, len(seq_ids))
+        copies = [copy for seq_id, n in zip(seq_ids, counts, strict=True) for copy in one.append(seq_id, int(n))]
+        assert many.append_many(seq_ids, counts) == copies
+        np.testing.assert_array_equal(many.page_table(seq_ids), one.page_table(seq_ids))
+    assert many.stats() == one.stats()
+
+
+def test_sharing_counts_the_beams_given():
+    pages = PageAllocator(101, 16)
+    pages.add(0, 48)
+    for beam in range(1, 4):
+        pages.fork(0, beam)
+    pages.append_many(range(4), 16)
+    shared = pages.sharing(range(4))
+    assert (shared.num_unshared_pages, shared.num_held_pages, shared.saved_fraction) == (16, 7, 0.5625)
+    assert pages.stats().saved_bytes(1000) == 9000
+
+
+def test_snapshot_shows_each_page_once():
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT[:8])
+    pages.fork("a", "b")
+    add_committed(pages, "c", [1, 2, 3, 4, 5])
+    pages.free("c")
+    shot = pages.snapshot()
+    assert shot.state.tolist() == [1, 3, 3, 4, 0, 0, 0, 0]
+    assert shot.owner.tolist() == [-1, 0, 0, -1, -1, -1, -1, -1]
+    assert shot.fill.tolist() == [0, 4, 4, 4, 0, 0, 0, 0]
+    assert shot.seq_ids == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": True}, r"^`offload` needs prefix_caching=True\.$"),
+        (
+            {"partial_hits": True, "prefix_caching": True, "groups": [PageGroup("w", 4)]},
+            "^`partial_hits` must be False",
+        ),
+        ({"groups": []}, r"^`groups` must be at least one PageGroup; got \(\)\.$"),
+        (
+            {"groups": [PageGroup("a"), PageGroup("a", 3)]},
+            r"^`groups` must have names of their own; got \['a', 'a'\]\.$",
+        ),
+        ({"groups": [PageGroup("a", 0)]}, r"^`sliding_window` of group 'a' must be an integer >= 1; got 0\.$"),
+        ({"max_pages_per_seq": 0}, r"^`max_pages_per_seq` must be an integer >= 1; got 0\.$"),
+    ],
+)
+def test_allocator_with_options_that_do_not_fit_raises(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        PageAllocator(8, 4, **options)
