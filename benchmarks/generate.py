@@ -61,7 +61,8 @@ class Jaxpaged:
         model, self.tokenizer = load_model()
         num_pages = NUM_PROMPTS * -(-(LONGEST + NUM_NEW) // PAGE_SIZE) + 1
         config = SchedulerConfig(max_model_len=1024)
-        self.engine = Engine(model, model.cache_config(num_pages=num_pages, page_size=PAGE_SIZE), config)
+        cache = model.cache_config(num_pages=num_pages, page_size=PAGE_SIZE)
+        self.engine = Engine(model, cache, config, prefix_caching=False)  # or the second run would find the first's
         self.params = SamplingParams(max_new_tokens=NUM_NEW)
 
     def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:

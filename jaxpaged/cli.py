@@ -5,7 +5,6 @@ one line on stderr and exit code 2.
 """
 
 import argparse
-import contextlib
 import importlib.metadata
 import io
 import itertools
@@ -14,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
@@ -23,6 +22,7 @@ import jax
 from jaxpaged import __version__
 from jaxpaged.config import cdiv
 from jaxpaged.engine import Engine, NewToken, RequestOutput, SamplingParams, SchedulerConfig
+from jaxpaged.engine.progress import progress_bar
 from jaxpaged.ops.attention import Backend, why_not_on
 from jaxpaged.paging import OutOfPagesError
 
@@ -154,7 +154,7 @@ def _generate(args: argparse.Namespace) -> None:
         engine = _make_engine(args, model, max_tokens)
         begin = time.perf_counter()
         outputs = _run(args, engine, tokenizer, prompts, prompt_token_ids, params)
-    except (ValueError, ModuleNotFoundError, NotImplementedError, OutOfPagesError) as error:
+    except (ValueError, ModuleNotFoundError, NotImplementedError, OutOfPagesError, FloatingPointError) as error:
         raise UsageError(_with_flags(str(error), args)) from error
     _summarise(engine, outputs, max(max_tokens), time.perf_counter() - begin)
 
@@ -207,7 +207,7 @@ def _platform() -> str:
 def _load(args: argparse.Namespace) -> "tuple[Llama, Tokenizer]":
     from jaxpaged.models.loading import load_model
 
-    with _progress("Loading", "bytes") as advance:
+    with progress_bar("Loading", "bytes") as advance:
         try:
             return load_model(args.model, dtype=args.dtype, backend=args.backend, progress=advance)
         except OSError as error:
@@ -250,20 +250,6 @@ def _make_engine(args: argparse.Namespace, model: "Llama", max_tokens: list[int]
         raise UsageError(f"no memory for {num_pages} pages of {args.page_size} tokens: {error}") from error
 
 
-@contextlib.contextmanager
-def _progress(label: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, if that is a terminal. Yields a function of (done, total)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    amount = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    label = f"{label} {unit}" if unit != "bytes" else label
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _run(
     args: argparse.Namespace,
     engine: Engine,
@@ -280,14 +266,15 @@ def _run(
         [stream], heads = streams, iter(heads)
 
         def show(token: NewToken) -> None:
-            print(next(heads, "") + stream.push(token.token_id), end="", flush=True)
+            if token.token_id is not None:
+                print(next(heads, "") + stream.push(token.token_id), end="", flush=True)
 
         outputs = engine.generate(prompt_token_ids, params, on_token=show)
         print(stream.finish())
         return outputs
 
     total, count = sum(p.max_new_tokens for p in params), itertools.count(1)
-    with _progress("Generating", "tokens") as advance:
+    with progress_bar("Generating", "tokens") as advance:
         outputs = engine.generate(prompt_token_ids, params, on_token=lambda _: advance(next(count), total))
     for prompt, head, stream, output in zip(prompts, heads, streams, outputs, strict=True):
         text = "".join([*map(stream.push, output.token_ids), stream.finish()])

@@ -421,8 +421,8 @@ def test_generate_one_prompt_on_a_terminal_streams_it(generate, records, termina
     pieces.append(stdout.read())
     assert code == 0
     assert "".join(pieces) == record["prompt"] + record["text"] + "\n"
-    assert pieces[1].startswith("the hen")  # after the first token, not at the end
-    assert len(pieces) == NUM_NEW + 1
+    assert pieces[2].startswith("the hen")  # with the first token, which comes while the second step runs
+    assert len(pieces) == NUM_NEW + 2
     assert err.count("\n") == 1
 
 

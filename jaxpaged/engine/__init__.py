@@ -1,7 +1,19 @@
 """Continuous batching over one cache: `Request -> Scheduler -> StepPlan -> Runner -> Batch -> model -> sample`."""
 
-from jaxpaged.engine.engine import Engine, EngineStats, NewToken, RequestOutput
-from jaxpaged.engine.request import FinishReason, SamplingParams
-from jaxpaged.engine.scheduler import SchedulerConfig
+from jaxpaged.engine.engine import Engine, RequestOutput
+from jaxpaged.engine.plan import SchedulerConfig
+from jaxpaged.engine.request import FinishReason, NewToken, QueueFullError, SamplingParams
+from jaxpaged.engine.speculation import NgramSpeculation
+from jaxpaged.engine.stats import EngineStats
 
-__all__ = ["Engine", "EngineStats", "FinishReason", "NewToken", "RequestOutput", "SamplingParams", "SchedulerConfig"]
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "FinishReason",
+    "NewToken",
+    "NgramSpeculation",
+    "QueueFullError",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+]

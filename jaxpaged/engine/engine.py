@@ -1,26 +1,28 @@
-"""The engine: requests in, tokens out. `generate -> step -> Scheduler.schedule -> Runner.run -> Scheduler.update`."""
+"""The engine: requests in, tokens out. `generate -> step -> Pipeline.advance -> schedule, dispatch, read, update`."""
 
+import asyncio
 import dataclasses
 import functools
 import itertools
-import operator
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from jaxpaged.config import CacheConfig
-from jaxpaged.engine.request import FinishReason, Request, SamplingParams
+from jaxpaged.engine.pipeline import Pipeline
+from jaxpaged.engine.plan import SchedulerConfig
+from jaxpaged.engine.progress import progress_bar
+from jaxpaged.engine.request import FinishReason, NewToken, Request, SamplingParams, check_token_ids
 from jaxpaged.engine.runner import Model, Runner
-from jaxpaged.engine.scheduler import Scheduler, SchedulerConfig
+from jaxpaged.engine.scheduler import Scheduler
+from jaxpaged.engine.speculation import NgramSpeculation
+from jaxpaged.engine.stats import EngineStats, StepTimes, collect_stats
+from jaxpaged.engine.streams import TokenStream
+from jaxpaged.engine.text import TextStream
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.paging import PageAllocator
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NewToken:
-    """One generated token, and why its request ended if it was the last."""
-
-    request_id: int
-    token_id: int
-    finish_reason: FinishReason | None
+from jaxpaged.paging.swap import SwapSpace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class RequestOutput:
     Attributes:
         token_ids: What was generated, a stop token included.
         num_pages: Pages that held its keys and values at the end.
+        error: Why it ended early, where `finish_reason` is ERROR or DEADLINE.
     """
 
     request_id: int
@@ -37,26 +40,13 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_pages: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """What the engine has done so far.
-
-    Attributes:
-        peak_num_pages: Most pages in use at the same time.
-        nbytes_per_page: K and V of all layers.
-        num_preemptions: Times that a request gave its pages back and started over.
-    """
-
-    num_steps: int
-    peak_num_pages: int
-    nbytes_per_page: int
-    num_preemptions: int
+    error: Exception | None = None
 
 
 class Engine:
     """Runs many requests through one model and one pool of pages.
+
+    One thread steps it; `add_request` and `abort` may be called from any other.
 
     Args:
         model: A pytree that is called as `logits, cache = model(cache, batch)`: see `jaxpaged.engine.runner.Model`. One
@@ -64,59 +54,149 @@ class Engine:
         cache_config: Shape of the cache; `Llama.cache_config` makes it.
         scheduler_config: Limits of a step. A model's `max_position` lowers `max_model_len`, and its `vocab_size` bounds
             token ids, where it has these attributes.
+        tokenizer: Makes text of tokens: see `jaxpaged.engine.text.TextStream`. Needed for `SamplingParams.stop` only.
+        prefix_caching: Prompts share the pages of earlier ones that begin alike, as long as those are not needed.
+        swap: Where the pages of preempted requests are kept. None, or where it is full: they are computed again.
+        speculation: Guesses tokens that a step checks all at once. The tokens that come out are the same.
+        clock: What deadlines are measured by, in seconds.
     """
 
-    def __init__(self, model: Model, cache_config: CacheConfig, scheduler_config: SchedulerConfig | None = None):
+    def __init__(
+        self,
+        model: Model,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig | None = None,
+        *,
+        prefix_caching: bool = True,
+        tokenizer: object = None,
+        swap: SwapSpace | None = None,
+        speculation: NgramSpeculation | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         config = scheduler_config or SchedulerConfig()
         config.check()
         context = getattr(model, "max_position", config.max_model_len)
         config = dataclasses.replace(config, max_model_len=min(config.max_model_len, context))
         make_cache = functools.partial(KVCache.create, **dataclasses.asdict(cache_config))
         cache = make_cache()
-        self.pages = PageAllocator(cache.num_pages, cache.page_size)
-        self.scheduler = Scheduler(config, self.pages)
-        whole = not getattr(model, "compiles_itself", False)
-        self.runner = Runner(model, cache, self.pages, config, make_cache=make_cache, compile_whole=whole)
+        self.pages = PageAllocator(cache.num_pages, cache.page_size, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(config, self.pages, swap=swap, speculation=speculation)
+        self.runner = Runner(
+            model,
+            cache,
+            self.pages,
+            config,
+            make_cache=make_cache,
+            compile_whole=not getattr(model, "compiles_itself", False),
+            swap=swap,
+            rows_per_seq=1 + (speculation.num_drafts if speculation else 0),
+        )
+        self.pipeline = Pipeline(self.scheduler, self.runner)
         self._vocab_size: int | None = getattr(model, "vocab_size", None)
+        self._tokenizer = tokenizer
+        self._clock = clock
         self._ids = itertools.count()
-        self._num_steps = 0
+        self._requests: dict[int, Request] = {}  # those unfinished
+        self._aborts: deque[int] = deque()
+        self._mailboxes: dict[int, deque[NewToken]] = {}
+        self._lock = threading.Lock()
+        self._stepping: asyncio.Future | None = None
+        self._times = StepTimes()
+        self._num_tokens = self._num_finished = self._num_failed = 0
 
-    def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> int:
         """Queues a prompt and returns the id under which its tokens will come.
+
+        Args:
+            priority: Lower numbers go first.
+            deadline: When it fails if it has not ended, by the engine's clock: `time.monotonic() + seconds`.
 
         Raises:
             ValueError: The prompt is empty or as long as the context, a token id is not in the vocabulary, or a
                 sampling parameter is out of range.
             TypeError: A token id or a count is not an integer.
             OutOfPagesError: The pool is too small for this request alone.
+            QueueFullError: `max_num_waiting` requests wait.
         """
-        return self._add(prompt_token_ids, params or SamplingParams()).request_id
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"`n` must be 1 here; got {params.n}. Add a request of `params.of_sample(i)` for each i.")
+        return self._add(prompt_token_ids, params, priority, deadline).request_id
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> TokenStream:
+        """Queues a prompt and returns its tokens as they come: `for token in ...`, or `async for token in ...`.
+
+        Whoever reads drives the engine; several streams, and `step`, may take turns. Of async streams any number run
+        together. Abandoning a stream aborts its request.
+
+        Raises:
+            ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`.
+        """
+        mailbox: deque[NewToken] = deque()
+        request = self._add(prompt_token_ids, params or SamplingParams(), priority, deadline, mailbox)
+        return TokenStream(self, request.request_id, mailbox)
+
+    astream = stream  # one object is both iterators
+
+    async def step_async(self) -> None:
+        """One `step` in a thread of its own; who calls while it runs waits for the same one."""
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.ensure_future(asyncio.to_thread(self.step))
+        await asyncio.shield(self._stepping)
 
     def step(self) -> list[NewToken]:
-        """Computes one step. Empty when nothing is left to do, or while a long prompt is still being read.
+        """Starts one step, and returns the tokens of the one before.
 
-        When a step fails, or is interrupted, what its requests had computed may be gone with the cache that it owned:
-        they all start over, with the tokens that they have generated, at the next call.
+        Empty while a long prompt is being read, while the first step runs, and when nothing is left to do. A step that
+        raises ends its requests with the cause; the others go on, those whose pages it took with it from their start.
+        When it is interrupted, all start over, with the tokens that they have generated, at the next call.
         """
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return []
-        try:
-            token_ids = self.runner.run(plan)
-        except BaseException:
-            self.scheduler.preempt_all()
-            self.runner.restore_cache()
-            raise
-        progressed = self.scheduler.update(plan, token_ids)
-        self._num_steps += 1
-        return [
-            NewToken(request_id=r.request_id, token_id=r.output_token_ids[-1], finish_reason=r.finish_reason)
-            for r in progressed
-        ]
+        with self._lock:
+            begin, num_steps = time.perf_counter(), self.pipeline.num_steps
+            self._take_aborts()
+            new = self.pipeline.advance(self._clock())
+            self._take_aborts()
+            new += self.scheduler.take_ended()
+            self._deliver(new)
+            if new or self.pipeline.num_steps > num_steps:
+                self._times.add(time.perf_counter() - begin, self.pipeline.waited_s, len(new))
+            return new
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self._requests)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request at once, wherever it is, and frees its pages; one that has ended, or never was, is let be.
+
+        While another thread is in `step`, that step ends it.
+        """
+        self._aborts.append(request_id)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_aborts()
+                self._deliver(self.scheduler.take_ended())
+            finally:
+                self._lock.release()
+
+    def close_stream(self, request_id: int) -> None:
+        """Aborts the request of a stream, unless it has ended, and delivers nothing to it any more."""
+        self._mailboxes.pop(request_id, None)
+        self.abort(request_id)
 
     def generate(
         self,
@@ -129,16 +209,17 @@ class Engine:
 
         Args:
             prompts: Token ids.
-            params: For all, or one for each prompt.
-            on_token: Called with each token as it comes; its `request_id` is here the index of the prompt.
+            params: For all, or one for each prompt. One with `n` above 1 makes as many outputs, one after another.
+            on_token: Called with each token as it comes; its `request_id` is here the index of the output.
 
         Returns:
-            One output a prompt, in the order given.
+            One output a prompt and sample, in the order given.
 
         Raises:
-            ValueError, TypeError, OutOfPagesError: As `add_request`, before anything is computed. Whatever is raised,
-                no request of this call stays behind.
+            ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`, before anything is computed.
+                Whatever is raised, no request of this call stays behind.
             RuntimeError: Requests of `add_request` are unfinished: their tokens would have nowhere to go.
+            Exception: What the model raised, where none of the prompts came to its end.
         """
         if self.has_unfinished():
             raise RuntimeError(
@@ -151,54 +232,124 @@ class Engine:
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
-                requests.append(self._add(prompt, p))
+                p.check(self._vocab_size)
+                requests += [self._add(prompt, p.of_sample(i) if p.n > 1 else p) for i in range(p.n)]
             index = {r.request_id: i for i, r in enumerate(requests)}
-            while any(r.finish_reason is None for r in requests):
+            while self.has_unfinished():
                 for token in self.step():
-                    if on_token is not None and token.request_id in index:
-                        on_token(dataclasses.replace(token, request_id=index[token.request_id]))
+                    if on_token is not None and token.token_id is not None:
+                        on_token(token._replace(request_id=index[token.request_id]))
         finally:
             for request in requests:
-                self.scheduler.drop(request)
+                if request.finish_reason is None:
+                    self.abort(request.request_id)
+        errors = [r.error for r in requests if r.error is not None]
+        if errors and len(errors) == len(requests):
+            raise errors[0]
         return [_output(r) for r in requests]
 
+    def warmup(
+        self,
+        params: Sequence[SamplingParams] = (),
+        *,
+        greedy: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Compiles every program that steps can need, so that no request waits for a compiler.
+
+        Args:
+            params: Ways to sample, besides the likeliest token, that requests will use.
+            greedy: Compile also what steps need in which all take the likeliest token. False spares half of the
+                programs, where `params` has a way to sample: such steps run as those that draw.
+            progress: Called with (done, total); None shows a bar on stderr, if that is a terminal.
+
+        Returns:
+            How many programs there are.
+        """
+        programs = self.runner.all_programs(params, greedy=greedy or not params)
+        with self._lock, progress_bar("Compiling", "programs") as bar:
+            advance = progress or bar
+            self.runner.cache = self.runner.mover.warm_up(self.runner.cache)
+            for done, program in enumerate(programs):
+                advance(done, len(programs))
+                self.runner.warm_up(program)
+            advance(len(programs), len(programs))
+        return len(programs)
+
+    def reset(self) -> None:
+        """Aborts all requests and forgets all cached prefixes. Counts stay."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self.pages.reset()
+
     def stats(self) -> EngineStats:
-        """Counts since the engine was made."""
-        return EngineStats(
-            num_steps=self._num_steps,
-            peak_num_pages=self.scheduler.peak_num_pages,
-            nbytes_per_page=self.runner.cache.nbytes_per_page,
-            num_preemptions=self.scheduler.num_preemptions,
+        """Counts since the engine was made, and what it holds now."""
+        return collect_stats(
+            self.pipeline,
+            self._times,
+            num_finished=self._num_finished,
+            num_failed=self._num_failed,
+            num_tokens=self._num_tokens,
         )
 
-    def _add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
-        params.check()
-        token_ids = self._checked(prompt_token_ids)
+    def _take_aborts(self) -> None:
+        while self._aborts:
+            request = self._requests.get(self._aborts.popleft())
+            if request is not None:
+                self.scheduler.end([request], FinishReason.ABORT)
+
+    def _deliver(self, new: list[NewToken]) -> None:
+        """Counts new tokens, puts those of streams into their mailboxes, and forgets requests that ended."""
+        for token in new:
+            self._num_tokens += token.token_id is not None
+            if token.finish_reason is not None:
+                del self._requests[token.request_id]
+                self._num_finished += 1
+                self._num_failed += token.error is not None
+            if (mailbox := self._mailboxes.get(token.request_id)) is not None:
+                mailbox.append(token)
+
+    def _add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        deadline: float | None = None,
+        mailbox: deque[NewToken] | None = None,
+    ) -> Request:
+        params.check(self._vocab_size)
+        token_ids = check_token_ids(prompt_token_ids, self._vocab_size)
         request = Request(
             request_id=next(self._ids),
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=min(len(token_ids) + params.max_new_tokens, self.scheduler.config.max_model_len),
+            priority=priority,
+            deadline=deadline,
+            text=self._text_of(params),
         )
-        self.scheduler.add(request)
+        self._requests[request.request_id] = request  # first: another thread may be in `step`
+        if mailbox is not None:
+            self._mailboxes[request.request_id] = mailbox
+        try:
+            self.scheduler.add(request)
+        except (ValueError, RuntimeError):
+            del self._requests[request.request_id]
+            self._mailboxes.pop(request.request_id, None)
+            raise
         return request
 
-    def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        limit = 2**31 if self._vocab_size is None else self._vocab_size
-        checked = []
-        for place, token_id in enumerate(token_ids):
-            try:
-                checked.append(operator.index(token_id))
-            except TypeError as error:
-                raise TypeError(
-                    f"`prompt_token_ids[{place}]` must be an integer; got {token_id!r}. Encode it."
-                ) from error
-            if not 0 <= checked[-1] < limit:
-                raise ValueError(
-                    f"`prompt_token_ids[{place}]` must be from 0 to vocab_size - 1 = {limit - 1}; got {token_id}. "
-                    "Does the tokenizer belong to this model?"
-                )
-        return tuple(checked)
+    def _text_of(self, params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            if params.stop:
+                raise ValueError(f"`stop` needs a tokenizer, to find {params.stop!r} in text: Engine(tokenizer=...).")
+            return None
+        return TextStream(
+            self._tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop,
+            min_new_tokens=params.min_new_tokens,
+        )
 
 
 def _output(request: Request) -> RequestOutput:
@@ -209,4 +360,5 @@ def _output(request: Request) -> RequestOutput:
         token_ids=tuple(request.output_token_ids),
         finish_reason=request.finish_reason,
         num_pages=request.num_pages,
+        error=request.error,
     )

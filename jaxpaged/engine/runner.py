@@ -1,39 +1,81 @@
 """The runner: turns a `StepPlan` into arrays, runs the model, samples. The one place where lists become arrays.
 
-Shapes are rounded up to powers of two, so that a run of any length compiles a bounded number of programs: with at most
-`n` sequences and `t` tokens a step, `log2(n) + 1` for decoding and `(log2(n) + 1) (log2(t) + 1)` for prompts.
+A step is dispatched and read apart: between the two the host schedules the next one, whose tokens are then still on
+the device. `from_row` says of each token in which row of the step before it was drawn; -1 where the host knows it.
+
+Drafts are rows of their own: a sequence with k drafts stands in the batch k + 1 times, each time one token longer. The
+keys of all are written before any is read, so each row sees the drafts before it, and any model can check drafts.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.batch import Batch
 from jaxpaged.config import NULL_PAGE, cdiv
-from jaxpaged.engine.sampling import SamplingBatch, sample
-from jaxpaged.engine.scheduler import SchedulerConfig, StepPlan
+from jaxpaged.engine.packing import Layout, pack, unpack
+from jaxpaged.engine.page_mover import PageMover
+from jaxpaged.engine.plan import SchedulerConfig, StepPlan
+from jaxpaged.engine.request import Request, SamplingParams
+from jaxpaged.engine.sampling import sample
+from jaxpaged.engine.sampling_batch import SamplingBatch, SamplingFeatures, features_of, make_sampling_batch
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.paging import PageAllocator
+from jaxpaged.paging.swap import SwapSpace
+
+_MIN_TOKENS = 8
+"""Tokens that a step with prompts is padded to at least: fewer take as long, and each size is a compilation."""
+_TOKENS_PER_ROW = 8
+"""Such a step has at least a row for so many tokens. A row of padding costs its logits: for SmolLM2 a quarter of what a
+token costs, so 3 % of the step, and half of the compilations are spared."""
 
 
 class Model(Protocol):
-    """What the engine runs: a pytree (a Flax NNX module is one) with a forward pass over a paged cache."""
+    """What the engine runs: a pytree (a Flax NNX module is one) with a forward pass over a paged cache.
+
+    In each layer it writes the new K and V before it attends, as `jaxpaged.nn` does.
+    """
 
     def __call__(self, cache: KVCache, batch: Batch) -> tuple[jax.Array, KVCache]:
         """Logits `[num_seqs, vocab_size]` float32 after each sequence's last new token, and the cache written."""
         ...
 
 
+class Program(NamedTuple):
+    """One compilation of a step.
+
+    Attributes:
+        num_rows: Sequences, or more than those where they have drafts.
+        num_tokens: Tokens of a step with prompts; None where each row has one.
+        sampling: What its sampling can do.
+    """
+
+    num_rows: int
+    num_tokens: int | None
+    sampling: SamplingFeatures
+
+
+class InFlight(NamedTuple):
+    """A step that was dispatched: what it draws, still on the device."""
+
+    token_ids: jax.Array
+    is_finite: jax.Array
+    num_rows: int
+
+
 class Runner:
-    """Holds model and cache; one step at a time.
+    """Holds model and cache.
 
     Args:
         make_cache: Makes an empty cache like `cache`.
         compile_whole: Compile model and sampling into one program, with the cache donated. False calls the model as it
             is, for one that compiles its own pieces (`Llama(layer_loop="calls")`).
+        rows_per_seq: Rows of one sequence at most: 1 and its drafts.
     """
 
     def __init__(
@@ -45,71 +87,201 @@ class Runner:
         *,
         make_cache: Callable[[], KVCache],
         compile_whole: bool,
+        swap: SwapSpace | None = None,
+        rows_per_seq: int = 1,
     ):
-        self.model = model
-        self._make_cache = make_cache
-        self.cache = cache
         self.pages = pages
-        self.max_pages = cdiv(config.max_model_len, cache.page_size)
-        self._step = _compiled_step if compile_whole else _step_in_pieces
+        self.config = config
+        self.cache = cache
+        self.max_pages = cdiv(config.max_model_len, self.cache.page_size)
+        self.mover = PageMover(swap)
+        self.programs: dict[Program, int] = {}
+        """Steps of each program so far."""
+        self._make_cache = make_cache
+        self._max_rows = bucket(min(config.max_num_seqs * rows_per_seq, config.max_num_seqs + config.max_step_tokens))
+        self._call = _WholeStep(model) if compile_whole else partial(_step_in_pieces, model)
+        self._previous = jnp.zeros(self._max_rows, jnp.int32)
+        self._row_of: dict[int, int] = {}
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Computes one step. Returns the token that follows each request's last new token."""
-        if plan.page_copies:
-            src, dst = np.asarray(plan.page_copies, np.int32).T
-            self.cache = _copy_pages(self.cache, src, dst)
-        batch, sampling = self.make_batch(plan), self.make_sampling(plan)
-        token_ids, self.cache = self._step(self.model, self.cache, batch, sampling)
-        return np.asarray(token_ids)[: len(plan.requests)].tolist()
+    def run(self, plan: StepPlan) -> tuple[list[int], frozenset[int]]:
+        """Computes one step, and waits for it: see `read`."""
+        in_flight, _ = self.dispatch(plan)
+        return self.read(in_flight) if in_flight is not None else ([], frozenset())
 
-    def restore_cache(self) -> None:
-        """An empty cache in place of one that a failed step took with it."""
-        if any(x.is_deleted() for x in jax.tree.leaves(self.cache)):
+    def dispatch(self, plan: StepPlan) -> tuple[InFlight | None, list[Request]]:
+        """Starts a step, and does not wait for it.
+
+        Returns:
+            What `read` takes, or None where there is no model to run; and requests whose pages did not come back from
+            the swap space.
+        """
+        self.cache, lost = self.mover.move(self.cache, plan)
+        if not plan.requests:
+            return None, lost
+        packed, layout, program = self._pack(plan)
+        self.programs[program] = self.programs.get(program, 0) + 1
+        token_ids, is_finite, self.cache = self._call(self.cache, jax.device_put(packed), self._previous, layout)
+        self._previous = token_ids
+        for x in (token_ids, is_finite):
+            x.copy_to_host_async()
+        num_rows = len(plan.requests) + sum(map(len, plan.drafts))
+        return InFlight(token_ids, is_finite, num_rows), lost
+
+    def read(self, in_flight: InFlight) -> tuple[list[int], frozenset[int]]:
+        """Waits for a step: the token drawn for each row, and the rows whose logits were not finite."""
+        is_finite = np.asarray(in_flight.is_finite)[: in_flight.num_rows]
+        token_ids = np.asarray(in_flight.token_ids)[: in_flight.num_rows].tolist()
+        return token_ids, frozenset() if is_finite.all() else frozenset(np.flatnonzero(~is_finite).tolist())
+
+    def restore_cache(self, *, is_lost: bool) -> bool:
+        """An empty cache in place of one that a failed step took with it; whether there was need for one.
+
+        Args:
+            is_lost: Whether what the cache holds is lost in any case.
+        """
+        is_lost = is_lost or any(x.is_deleted() for x in jax.tree.leaves(self.cache))
+        if is_lost:
             self.cache = self._make_cache()
+            self._previous = jnp.zeros(self._max_rows, jnp.int32)
+        return is_lost
+
+    def warm_up(self, program: Program) -> None:
+        """Compiles a program, by running it on padding."""
+        batch = Batch(**self._padding(program.num_rows, program.num_tokens))
+        sampling = make_sampling_batch([], program.num_rows, features=program.sampling)
+        packed, layout = pack((batch, np.full(len(batch.token_ids), -1, np.int32), sampling))
+        token_ids, _, self.cache = self._call(self.cache, jax.device_put(packed), self._previous, layout)
+        jax.block_until_ready(token_ids)
+        self.programs.setdefault(program, 0)
+
+    def all_programs(self, params: Sequence[SamplingParams] = (), *, greedy: bool = True) -> list[Program]:
+        """Every program that steps can need whose requests are greedy, or else sample like these, all together."""
+        kinds = {SamplingFeatures(): None} if greedy else {}
+        joined = SamplingFeatures()
+        for p in params:
+            request = Request(request_id=0, prompt_token_ids=(0,), params=p, max_tokens=self.config.max_model_len)
+            features = features_of([request])
+            for width in _powers(1, bucket(self.config.max_model_len)) if features.history_width else [0]:
+                kind = dataclasses.replace(features, history_width=width)
+                joined = joined | kind
+                kinds |= {kind: None, joined: None}
+        counts = _powers(1, self._max_rows)
+        most = bucket(max(self.config.max_step_tokens, self.config.max_num_seqs))
+        shapes = {self._shape(n, None): None for n in counts}
+        shapes |= {self._shape(n, t): None for n in counts for t in _powers(max(n, _MIN_TOKENS), most)}
+        return [Program(rows, tokens, kind) for kind in kinds for rows, tokens in shapes]
+
+    def _shape(self, num_rows: int, num_tokens: int | None) -> tuple[int, int | None]:
+        """Rows and tokens of a batch, with padding; None for a token a row."""
+        if num_tokens is None:
+            return bucket(num_rows), None
+        num_tokens = max(bucket(num_tokens), _MIN_TOKENS)
+        return max(bucket(num_rows), min(num_tokens // _TOKENS_PER_ROW, self._max_rows)), num_tokens
 
     def make_batch(self, plan: StepPlan) -> Batch:
-        """The arrays of a step, padded to bucketed shapes."""
+        """The arrays of a step, padded to bucketed shapes, in numpy. Tokens that only the device knows are 0."""
+        return self._make_batch(plan)[0]
+
+    def _pack(self, plan: StepPlan) -> tuple[np.ndarray, Layout, Program]:
+        batch, from_row, rows = self._make_batch(plan)
+        num_rows = len(batch.seq_lens)
+        num_pending = [r.num_pending for r in rows]
+        program = self._program(
+            num_rows,
+            None if batch.cu_q_lens is None else len(batch.token_ids),
+            features_of(rows, num_pending=max(num_pending)),
+        )
+        sampling = make_sampling_batch(rows, num_rows, num_pending=num_pending, features=program.sampling)
+        packed, layout = pack((batch, from_row, sampling))
+        return packed, layout, program
+
+    def _program(self, num_rows: int, num_tokens: int | None, features: SamplingFeatures) -> Program:
+        """One that can do it, and is compiled if there is such a one."""
+        exact = Program(num_rows, num_tokens, features)
+        if exact in self.programs:
+            return exact
+        able = (p for p in self.programs if p[:2] == exact[:2] and p.sampling | features == p.sampling)
+        return next(able, exact)
+
+    def _make_batch(self, plan: StepPlan) -> tuple[Batch, np.ndarray, Sequence[Any]]:
+        """The batch, `from_row`, and of each row what its sampling has to know."""
+        rows, q_lens, begins = _rows_of(plan)
         ids = [r.request_id for r in plan.requests]
-        q_lens = np.asarray(plan.num_new_tokens, np.int32)
-        begins = np.asarray([r.num_computed_tokens for r in plan.requests], np.int32)
-        num_seqs = bucket(len(ids))
-        num_tokens = num_seqs if plan.is_decode else bucket(int(q_lens.sum()))
+        table = self.pages.page_table(ids, self.max_pages)
+        if plan.drafts:
+            table = np.repeat(table, [1 + len(d) for d in plan.drafts], axis=0)
+        num_tokens, is_decode = int(q_lens.sum()), len(q_lens) == int(q_lens.sum())
+        shape = self._shape(len(rows), None if is_decode else num_tokens)
+        arrays = self._padding(*shape)
+        from_row = np.full(len(arrays["token_ids"]), -1, np.int32)
+        row_of_token, positions = np.arange(len(rows)), begins
+        if not is_decode:
+            row_of_token = np.repeat(row_of_token, q_lens)
+            first = np.cumsum(q_lens) - q_lens
+            positions = np.arange(num_tokens) + np.repeat(begins - first, q_lens)
+            arrays["cu_q_lens"][: len(rows)] = first
+            arrays["cu_q_lens"][len(rows) :] = num_tokens
+        page, offset = np.divmod(positions, self.cache.page_size)
+        arrays["slot_mapping"][:num_tokens] = table[row_of_token, page] * self.cache.page_size + offset
+        arrays["positions"][:num_tokens] = positions
+        arrays["page_table"][: len(rows)] = table
+        arrays["seq_lens"][: len(rows)] = begins + q_lens
+        self._fill_tokens(plan, arrays["token_ids"], from_row)
+        self._row_of = dict(zip(ids, range(len(ids)), strict=True)) if not plan.drafts else {}
+        return Batch(**arrays), from_row, rows
 
-        token_ids = [t for r, n in zip(plan.requests, q_lens, strict=True)
-                     for t in r.tokens(r.num_computed_tokens, r.num_computed_tokens + int(n))]  # fmt: skip
-        first = np.cumsum(q_lens) - q_lens
-        positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(begins - first, q_lens)
-        cu_q_lens = np.full(num_seqs + 1, len(token_ids), np.int32)
-        cu_q_lens[: len(ids)] = first
-        # Padding slots are past the pool, and distinct: the scatter may assume unique indices.
-        slots = self.cache.num_slots + np.arange(num_tokens, dtype=np.int32)
-        slots[: len(token_ids)] = self.pages.slot_mapping(ids, q_lens)
-        page_table = np.full((num_seqs, self.max_pages), NULL_PAGE, np.int32)
-        page_table[: len(ids)] = self.pages.page_table(ids, self.max_pages)
-        arrays = {
-            "token_ids": _padded(token_ids, num_tokens, np.int32),
-            "positions": _padded(positions, num_tokens, np.int32),
-            "slot_mapping": slots,
-            "page_table": page_table,
-            "seq_lens": _padded(begins + q_lens, num_seqs, np.int32),
-            "cu_q_lens": None if plan.is_decode else cu_q_lens,
-        }
-        return Batch(**jax.device_put(arrays))  # once, here: a model in pieces would upload them for each piece
+    def _fill_tokens(self, plan: StepPlan, token_ids: np.ndarray, from_row: np.ndarray) -> None:
+        place = 0
+        every_drafts = plan.drafts or [()] * len(plan.requests)
+        for request, num_new, drafts in zip(plan.requests, plan.num_new_tokens, every_drafts, strict=True):
+            if num_new > 1 or request.is_prompting:
+                begin = request.num_computed_tokens
+                token_ids[place : place + num_new] = request.known_tokens()[begin : begin + num_new]
+            elif request.num_pending:
+                from_row[place] = self._row_of[request.request_id]
+            else:
+                token_ids[place] = request.output_token_ids[-1]
+            place += num_new
+            if drafts:
+                token_ids[place : place + len(drafts)] = drafts
+                place += len(drafts)
 
-    def make_sampling(self, plan: StepPlan) -> SamplingBatch | None:
-        """How to sample each row, or None when all are greedy."""
-        params = [r.params for r in plan.requests]
-        if all(p.temperature == 0 for p in params):
-            return None
-        num_seqs = bucket(len(params))
-        arrays = {
-            "temperature": _padded([p.temperature for p in params], num_seqs, np.float32),
-            "top_k": _padded([min(p.top_k, 2**31 - 1) for p in params], num_seqs, np.int32),
-            "top_p": _padded([p.top_p for p in params], num_seqs, np.float32),
-            "seed": _padded([p.seed for p in params], num_seqs, np.uint32),
-            "position": _padded([r.num_tokens for r in plan.requests], num_seqs, np.int32),
+    def _padding(self, num_rows: int, num_tokens: int | None) -> dict[str, Any]:
+        """A batch of nothing. Its slots are past the pool, and distinct: the scatter may assume unique indices."""
+        count = num_tokens or num_rows
+        return {
+            "token_ids": np.zeros(count, np.int32),
+            "positions": np.zeros(count, np.int32),
+            "slot_mapping": self.cache.num_slots + np.arange(count, dtype=np.int32),
+            "page_table": np.full((num_rows, self.max_pages), NULL_PAGE, np.int32),
+            "seq_lens": np.zeros(num_rows, np.int32),
+            "cu_q_lens": None if num_tokens is None else np.zeros(num_rows + 1, np.int32),
         }
-        return SamplingBatch(**jax.device_put(arrays))
+
+
+class _DraftRow(NamedTuple):
+    """What sampling has to know of a row that stands behind drafts."""
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    num_pending: int = 0
+
+
+def _rows_of(plan: StepPlan) -> tuple[Sequence[Any], np.ndarray, np.ndarray]:
+    """The rows of a step, the new tokens of each, and its tokens before those."""
+    begins = [r.num_computed_tokens for r in plan.requests]
+    if not plan.drafts:
+        return plan.requests, np.array(plan.num_new_tokens, np.int32), np.array(begins, np.int32)
+    rows, counts, starts = [], [], []
+    for request, num_new, drafts, begin in zip(plan.requests, plan.num_new_tokens, plan.drafts, begins, strict=True):
+        rows.append(request)
+        counts += [num_new, *[1] * len(drafts)]
+        starts += range(begin, begin + 1 + len(drafts))
+        for i in range(len(drafts)):
+            seen = [*request.output_token_ids, *drafts[: i + 1]]
+            rows.append(_DraftRow(request.params, request.prompt_token_ids, seen))
+    return rows, np.array(counts, np.int32), np.array(starts, np.int32)
 
 
 def bucket(n: int) -> int:
@@ -117,26 +289,48 @@ def bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _padded(values, length: int, dtype) -> np.ndarray:
-    padded = np.zeros(length, dtype)
-    padded[: len(values)] = values
-    return padded
+def _powers(first: int, last: int) -> list[int]:
+    """The powers of two from `first` to `last`."""
+    return [1 << i for i in range((first - 1).bit_length(), last.bit_length())]
 
 
-def _step_in_pieces(model: Model, cache: KVCache, batch: Batch, sampling: SamplingBatch | None):
+def _enter(packed: jax.Array, previous: jax.Array, layout: Layout) -> tuple[Batch, SamplingBatch | None]:
+    """The batch, with the tokens that the step before drew in their places, and how to sample."""
+    batch, from_row, sampling = unpack(packed, layout)
+    token_ids = jnp.where(from_row >= 0, previous[jnp.maximum(from_row, 0)], batch.token_ids)
+    return dataclasses.replace(batch, token_ids=token_ids), sampling
+
+
+def _leave(logits: jax.Array, sampling: SamplingBatch | None, num_out: int) -> tuple[jax.Array, jax.Array]:
+    """The token drawn for each row, padded to `num_out`, and whether its logits were finite."""
+    with jax.named_scope("sample"):
+        drawn = sample(logits, sampling)
+    return jnp.pad(drawn.token_ids, (0, num_out - len(drawn.token_ids))), drawn.is_finite
+
+
+class _WholeStep:
+    """A step as one program. The model is taken apart once: a tree of hundreds of modules takes milliseconds."""
+
+    def __init__(self, model: Model):
+        self._leaves, self._treedef = jax.tree.flatten(model)
+
+    def __call__(self, cache: KVCache, packed: jax.Array, previous: jax.Array, layout: Layout):
+        return _compiled_step(self._leaves, cache, packed, previous, self._treedef, layout)
+
+
+@partial(jax.jit, static_argnames=("treedef", "layout"), donate_argnames="cache")
+def _compiled_step(leaves: list, cache: KVCache, packed: jax.Array, previous: jax.Array, treedef: Any, layout: Layout):
+    batch, sampling = _enter(packed, previous, layout)
+    with jax.named_scope("model"):
+        logits, cache = jax.tree.unflatten(treedef, leaves)(cache, batch)
+    return *_leave(logits, sampling, len(previous)), cache
+
+
+def _step_in_pieces(model: Model, cache: KVCache, packed: jax.Array, previous: jax.Array, layout: Layout):
+    batch, sampling = _compiled_enter(packed, previous, layout)
     logits, cache = model(cache, batch)
-    return _sample(logits, sampling), cache
+    return *_compiled_leave(logits, sampling, len(previous)), cache
 
 
-_sample = jax.jit(sample)
-
-
-@partial(jax.jit, donate_argnames="cache")
-def _compiled_step(model: Model, cache: KVCache, batch: Batch, sampling: SamplingBatch | None):
-    logits, cache = model(cache, batch)
-    return sample(logits, sampling), cache
-
-
-@partial(jax.jit, donate_argnames="cache")
-def _copy_pages(cache: KVCache, src: jax.Array, dst: jax.Array) -> KVCache:
-    return cache.copy_pages(src, dst)
+_compiled_enter = jax.jit(_enter, static_argnames="layout")
+_compiled_leave = jax.jit(_leave, static_argnames="num_out")

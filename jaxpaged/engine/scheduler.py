@@ -1,70 +1,83 @@
-"""The scheduler: who computes how many tokens in the next step. It deals in integers and never sees an array.
+"""The scheduler: who computes how many tokens in the next step. It deals in integers and never sees an array of JAX.
 
-Prompts first, in order of arrival and in chunks under a token budget; then one token for every running request. Where
-pages run out, the request that arrived last gives its own back and starts over later with what it has generated. The
-oldest request always goes on, and each one fits alone, so all of them end.
+First one token for every request that decodes; then prompts, in chunks, with what is left of the step's tokens: those
+begun, then those waiting, by priority and arrival. Where pages run out, the last request in that order gives its own
+back and waits: they are swapped out where there is room, else it starts over later with what it has generated. The
+first running request is never preempted for want of pages and always goes on, and each one fits alone: all end.
+
+A step is scheduled before the tokens of the one before are known: `num_tokens` counts them, `output_token_ids` does
+not hold them yet.
 """
 
-import dataclasses
+import bisect
+import heapq
+import math
 from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 
-from jaxpaged.checks import as_count
+import numpy as np
+
 from jaxpaged.config import cdiv
-from jaxpaged.engine.request import FinishReason, Request
-from jaxpaged.paging import OutOfPagesError, PageAllocator, PageCopy
+from jaxpaged.engine.holdings import Holdings
+from jaxpaged.engine.plan import SchedulerConfig, StepBuilder, StepPlan
+from jaxpaged.engine.request import FinishReason, NewToken, QueueFullError, Request
+from jaxpaged.engine.speculation import NgramSpeculation
+from jaxpaged.paging import OutOfPagesError, PageAllocator
+from jaxpaged.paging.swap import SwapSpace
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of a step.
-
-    Attributes:
-        max_num_seqs: Requests that run at the same time.
-        max_step_tokens: Prompt tokens in one step; longer prompts take several.
-        max_model_len: Tokens of a sequence, prompt and output. Also the width of the page tables.
-    """
-
-    max_num_seqs: int = 64
-    max_step_tokens: int = 512
-    max_model_len: int = 8192
-
-    def check(self) -> None:
-        """Raises ValueError for a limit below 1, TypeError for one that is no integer, by name."""
-        for field in dataclasses.fields(self):
-            as_count(getattr(self, field.name), f"`{field.name}`", minimum=1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """What one step computes.
-
-    Attributes:
-        requests: In batch order.
-        num_new_tokens: Of each request, >= 1; pages for them are allocated.
-        page_copies: To be made before anything is written (copy-on-write).
-    """
-
-    requests: tuple[Request, ...]
-    num_new_tokens: tuple[int, ...]
-    page_copies: tuple[PageCopy, ...]
-
-    @property
-    def is_decode(self) -> bool:
-        """Every request has one new token."""
-        return all(n == 1 for n in self.num_new_tokens)
+_ORDER = attrgetter("order")
+_new_tuple = tuple.__new__  # half of what a NamedTuple's own constructor takes, once a token
 
 
 class Scheduler:
-    """Owns the requests and, through `pages`, who holds which page. One thread."""
+    """Owns the requests and, through `pages`, who holds which page.
 
-    def __init__(self, config: SchedulerConfig, pages: PageAllocator):
+    One thread calls it; only `add` may come from others too.
+
+    Args:
+        swap: Where preempted requests keep their pages; None lets them start over.
+        speculation: Guesses tokens that a step then checks; None guesses nothing.
+
+    Attributes:
+        waiting: In order of priority and arrival, those preempted among them.
+        running: In the same order.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pages: PageAllocator,
+        *,
+        swap: SwapSpace | None = None,
+        speculation: NgramSpeculation | None = None,
+    ):
         config.check()
         self.config = config
         self.pages = pages
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of arrival
+        self.holdings = Holdings(pages, swap)
+        self.speculation = speculation
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_drafts = 0
+        self.num_accepted_drafts = 0
         self.peak_num_pages = 0
+        self._arrivals: deque[Request] = deque()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._ended: list[NewToken] = []
+        self._has_ended = False
+        self._num_with_history = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait to run."""
+        return len(self.waiting) + len(self._arrivals)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next step can only be scheduled when all tokens of those before are known."""
+        return self.speculation is not None or self._num_with_history > 0
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -72,111 +85,249 @@ class Scheduler:
         Raises:
             ValueError: The prompt is empty or as long as the context.
             OutOfPagesError: The request needs more pages than the pool has, so that it could never finish.
+            QueueFullError: `max_num_waiting` requests wait.
         """
-        length, limit = len(request.prompt_token_ids), self.config.max_model_len
-        if length == 0:
-            raise ValueError("`prompt` must hold at least one token; got none. There is nothing to continue.")
-        if length >= limit:
-            raise ValueError(
-                f"`prompt` must be shorter than the context of {limit} tokens, to leave room for one more; got "
-                f"{length} tokens. Shorten it."
+        self.config.check_request(request, self.pages.num_pages, self.pages.page_size)
+        if self.config.max_num_waiting is not None and self.num_waiting >= self.config.max_num_waiting:
+            raise QueueFullError(
+                f"{self.num_waiting} requests are waiting, and `max_num_waiting` is {self.config.max_num_waiting}. "
+                "Step the engine, or try again later."
             )
-        needed, usable = cdiv(request.max_tokens - 1, self.pages.page_size), self.pages.num_pages - 1
-        if needed > usable:  # The last token is never stored.
-            new = request.max_tokens - length
-            what = f"`prompt` of {length} tokens with up to {new} new ones, in pages of {self.pages.page_size},"
-            raise OutOfPagesError(needed, usable, what)
-        self.waiting.append(request)
+        self._arrivals.append(request)
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, with pages allocated for it; None when all requests are done."""
-        self._admit()
-        prompting = any(r.num_remaining > 1 for r in self.running)
-        budget = self.config.max_step_tokens if prompting else len(self.running)
-        scheduled: list[tuple[Request, int]] = []
-        copies: list[PageCopy] = []
-        index = 0
-        while index < len(self.running) and budget > 0:  # preemption shortens the list from its end
-            request = self.running[index]
-            index += 1
-            if prompting and request.num_remaining == 1:
-                continue
-            num_new = min(request.num_remaining, budget)
-            if not self._make_room(request, num_new):
-                break
-            copies += self.pages.append(request.request_id, num_new)
-            scheduled.append((request, num_new))
-            budget -= num_new
+    def schedule(self, now: float = -math.inf) -> StepPlan | None:
+        """The next step, with pages allocated for it; None when there is nothing to compute.
+
+        Args:
+            now: The time, by the clock of the requests' deadlines.
+
+        Raises:
+            OutOfPagesError: Pages that no request here holds are missing for the only one that could run.
+        """
+        self._take_in(now)
+        step = StepBuilder(self.config.max_step_tokens)
+        self._decode(step)
+        if step.num_decoding < len(self.running):
+            for request in self.running:
+                if request.is_prompting and step.budget > 0:
+                    step.prompt(request)
+        if self.waiting and not step.num_preempted:
+            self._admit(step)
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
-        if not scheduled and self.waiting:  # each one fits the pool alone, so somebody else holds pages
-            needed = cdiv(self.waiting[0].num_tokens, self.pages.page_size)
-            raise OutOfPagesError(needed, self.pages.num_free_pages, "The oldest request, alone in the engine,")
-        if not scheduled:
-            return None
-        requests, num_new_tokens = zip(*scheduled, strict=True)
-        return StepPlan(requests=requests, num_new_tokens=num_new_tokens, page_copies=tuple(copies))
+        plan = step.build()
+        if plan is None and self.waiting and not self.running and not self.waiting[0].num_pending:
+            self._raise_alone(self.waiting[0])
+        return plan
 
-    def update(self, plan: StepPlan, token_ids: list[int]) -> list[Request]:
-        """Takes in the token that followed each request of a step.
+    def dispatched(self, plan: StepPlan) -> None:
+        """Counts the tokens of a step as computed: whatever is dispatched from now on comes after it."""
+        for request, num_new, samples in zip(plan.requests, plan.num_new_tokens, plan.samples, strict=True):
+            request.num_computed_tokens += num_new
+            if request.is_prompting:
+                self.holdings.commit(request)
+                request.is_prompting = not samples
+            if samples:
+                request.num_tokens += 1
+
+    def update(
+        self, plan: StepPlan, token_ids: Sequence[int], non_finite: Collection[int] = frozenset()
+    ) -> list[NewToken]:
+        """Takes in the token that followed each request of a step, and each of its drafts.
+
+        Args:
+            token_ids: Row by row: one of each request, and one of each of its drafts behind it.
+            non_finite: Rows whose logits were not finite. Their requests fail.
 
         Returns:
-            The requests that got a new token, in batch order. Those that finished have given their pages back.
+            The new tokens, in batch order. Requests that finished have given their pages back.
         """
-        progressed = []
-        for request, num_new, token_id in zip(plan.requests, plan.num_new_tokens, token_ids, strict=True):
-            request.num_computed_tokens += num_new
-            if request.num_remaining > 0:  # inside its prompt: what follows is known
+        if plan.drafts or non_finite or not all(plan.samples):
+            drawn = self._drawn(plan, token_ids, non_finite)
+        else:
+            drawn = zip(plan.requests, token_ids, strict=True)
+        new = []
+        for request, token_id in drawn:
+            if request.finish_reason is not None:  # it ended while the step ran
                 continue
-            request.output_token_ids.append(token_id)
-            progressed.append(request)
-            if token_id in request.params.stop_token_ids:
-                self._finish(request, FinishReason.STOP)
-            elif request.num_tokens >= request.max_tokens:
-                self._finish(request, FinishReason.LENGTH)
-        return progressed
+            output, reason, text = request.output_token_ids, None, ""
+            output.append(token_id)
+            if request.text is not None:
+                text = request.text.push((token_id,))
+            if token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by):
+                reason = FinishReason.STOP
+            elif len(output) >= request.max_new_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                self._end(request, reason)
+                text += request.text.finish() if request.text is not None else ""
+            new.append(_new_tuple(NewToken, (request.request_id, token_id, reason, None, text)))
+        self._forget_ended()
+        return new
 
-    def preempt_all(self) -> None:
-        """Makes every running request start over: what they had computed is lost."""
-        while self.running:
-            self._preempt_last()
+    def end(self, requests: Collection[Request], reason: FinishReason, error: Exception | None = None) -> None:
+        """Ends requests, wherever they are, and frees their pages; those that have ended stay as they are."""
+        self._take_in(-math.inf)
+        for request in requests:
+            if request.finish_reason is None:
+                self._end(request, reason, error)
+        self._forget_ended()
 
-    def drop(self, request: Request) -> None:
-        """Forgets a request, wherever it is, and frees its pages."""
-        if request in self.running:
-            self.running.remove(request)
-            self.pages.free(request.request_id)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+    def take_ended(self) -> list[NewToken]:
+        """The requests that ended without a token since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
-    def _admit(self) -> None:
-        """Moves waiting requests to the running ones while pages for all their tokens are left."""
-        if not self.waiting:
-            return
-        promised = sum(self.pages.num_pages_needed(r.request_id, r.num_remaining) for r in self.running)
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
+    def fail(self, plan: StepPlan, error: Exception) -> None:
+        """Ends the requests of a step that failed with its error."""
+        self.end([*plan.requests, *(request for request, _ in plan.swap_ins)], FinishReason.ERROR, error)
+        self.holdings.restart_unswapped(self.waiting)
+
+    def restart_all(self) -> None:
+        """Makes all requests start over, with the tokens known: what steps drew or wrote since is lost."""
+        self.pages.reset()
+        for request in self.running:
+            self.holdings.restart(request)
+        self.waiting = sorted([*self.running, *self.waiting], key=_ORDER)
+        self.running = []
+        self.holdings.restart_unswapped(self.waiting, with_pending=True)
+        for request in self.waiting:
+            request.num_tokens = request.num_known
+
+    def lose(self, request: Request) -> None:
+        """Makes one running request start over: its pages did not come back from the swap space."""
+        self.running.remove(request)
+        self.holdings.restart(request)
+        bisect.insort(self.waiting, request, key=_ORDER)
+
+    def _take_in(self, now: float) -> None:
+        """Sorts in the requests that arrived, and ends those whose deadline is past."""
+        while self._arrivals:
+            request = self._arrivals.popleft()
+            bisect.insort(self.waiting, request, key=_ORDER)
+            self._num_with_history += request.needs_history
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.request_id, request))
+        while self._deadlines and self._deadlines[0][0] < now:
+            _, request_id, request = heapq.heappop(self._deadlines)
+            late = TimeoutError(
+                f"Request {request_id} passed its deadline by {now - (request.deadline or now):.3g} s, with "
+                f"{len(request.output_token_ids)} of up to {request.max_new_tokens} new tokens."
+            )
+            self.end([request], FinishReason.DEADLINE, late)
+
+    def _decode(self, step: StepBuilder) -> None:
+        """One token for each request that decodes. Preempts from the end of the running ones until all have room."""
+        decoding = [r for r in self.running if not r.is_prompting and r.num_tokens < r.max_tokens]
+        while decoding:
+            try:
+                step.copies += self.holdings.grow(decoding)
+                break
+            except OutOfPagesError:
+                if len(self.running) == 1:
+                    if not step.swap_outs:  # those are to be carried out first
+                        self._raise_alone(decoding[0])
+                    return
+                victim = self._preempt_last(step)
+                decoding = [r for r in decoding if r is not victim]
+        step.decode(decoding)
+        if self.speculation is not None:
+            for request in decoding:
+                self._draft(request, step)
+
+    def _draft(self, request: Request, step: StepBuilder) -> None:
+        """Guesses what follows, as far as tokens and free pages are left."""
+        assert self.speculation is not None
+        limit = min(step.budget, request.max_tokens - request.num_tokens - 1)
+        drafts = self.speculation.propose(request, limit) if limit > 0 else ()
+        copies = self.holdings.grow_for_drafts(request, len(drafts)) if drafts else None
+        if copies is not None:
+            step.copies += copies
+            step.draft(request, drafts)
+            self.num_drafts += len(drafts)
+
+    def _admit(self, step: StepBuilder) -> None:
+        """Lets waiting requests run while tokens, places and pages are left."""
+        while self.waiting and step.budget > 0:
             request = self.waiting[0]
-            promised += cdiv(request.num_tokens, self.pages.page_size)
-            if promised > self.pages.num_free_pages:
+            if request.num_pending or self._is_being_computed(request, step) or not self._make_way(request, step):
                 return
-            self.pages.add(request.request_id, 0)
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(request)
+            bisect.insort(self.running, request, key=_ORDER)
+            self.holdings.begin(request, step)
 
-    def _make_room(self, request: Request, num_new: int) -> bool:
-        """Preempts from the end of the running requests until `request` can grow; False if it was preempted itself."""
-        while self.pages.num_pages_needed(request.request_id, num_new) > self.pages.num_free_pages:
-            if self._preempt_last() is request:
+    def _is_being_computed(self, request: Request, step: StepBuilder) -> bool:
+        """Whether a prompt that begins alike is in this step for the first time: after it, its pages can be hit."""
+        size = self.pages.page_size
+        if not self.pages.prefix_caching or request.is_swapped or request.num_tokens <= size:
+            return False
+        begin = request.known_tokens()[:size]
+        fresh = (r for r in step.prompts if r.num_computed_tokens == 0 and r.num_tokens > size)
+        return any(np.array_equal(r.known_tokens()[:size], begin) for r in fresh)
+
+    def _make_way(self, request: Request, step: StepBuilder) -> bool:
+        """Whether there is a place and pages for a waiting request, if need be those of requests of lower priority."""
+        while len(self.running) >= self.config.max_num_seqs or not self.holdings.fits(request, len(self.running)):
+            if not self.running or self.running[-1].priority <= request.priority:
                 return False
+            self._preempt_last(step)
         return True
 
-    def _preempt_last(self) -> Request:
+    def _preempt_last(self, step: StepBuilder) -> Request:
+        """Takes the pages of the last running request."""
         victim = self.running.pop()
-        self.pages.free(victim.request_id)
-        victim.num_computed_tokens = 0
-        self.waiting.appendleft(victim)
+        step.remove(victim)
+        step.num_preempted += 1
         self.num_preemptions += 1
+        self.holdings.set_aside(victim, step)
+        bisect.insort(self.waiting, victim, key=_ORDER)
         return victim
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
-        request.num_pages = len(self.pages.page_ids(request.request_id))
-        self.drop(request)
+    def _drawn(
+        self, plan: StepPlan, token_ids: Sequence[int], non_finite: Collection[int]
+    ) -> Iterator[tuple[Request, int]]:
+        """The tokens of a step that count: none inside a prompt, and of drafts those that stand and one more."""
+        row = 0
+        every_drafts = plan.drafts or [()] * len(plan.requests)
+        for request, samples, drafts in zip(plan.requests, plan.samples, every_drafts, strict=True):
+            tokens = token_ids[row : row + 1 + len(drafts)]
+            num_accepted = next((i for i, d in enumerate(drafts) if d != tokens[i]), len(drafts))
+            rows = range(row, row + 1 + num_accepted)
+            row += len(tokens)
+            if not samples or request.finish_reason is not None:
+                continue
+            if any(i in non_finite for i in rows):
+                self._end_non_finite(request)
+                continue
+            request.num_computed_tokens += num_accepted
+            request.num_tokens += num_accepted
+            self.num_accepted_drafts += num_accepted
+            for token_id in tokens[: num_accepted + 1]:
+                yield request, token_id
+
+    def _end_non_finite(self, request: Request) -> None:
+        error = FloatingPointError(
+            f"Request {request.request_id}: the model's logits after token {request.num_known} are not finite."
+        )
+        if request.request_id in self.pages and not request.is_swapped:  # nobody may find what it wrote
+            self.pages.invalidate(request.request_id, request.num_prefix_tokens)
+            request.num_computed_tokens = request.num_prefix_tokens
+        self._end(request, FinishReason.ERROR, error)
+
+    def _end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
+        """Ends a request and frees its pages; `_forget_ended` then takes it from the lists."""
+        request.finish_reason, request.error = reason, error
+        self._num_with_history -= request.needs_history
+        self.holdings.end(request)
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self._ended.append(NewToken(request.request_id, None, reason, error))
+        self._has_ended = True
+
+    def _forget_ended(self) -> None:
+        if self._has_ended:
+            self.running = [r for r in self.running if r.finish_reason is None]
+            self.waiting = [r for r in self.waiting if r.finish_reason is None]
+            self._has_ended = False
+
+    def _raise_alone(self, request: Request) -> None:
+        needed = cdiv(request.num_tokens, self.pages.page_size)
+        raise OutOfPagesError(needed, self.pages.num_free_pages, "The oldest request, alone in the engine,")

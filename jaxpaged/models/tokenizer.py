@@ -164,8 +164,12 @@ class Tokenizer:
         Raises:
             ValueError: An id outside the vocabulary.
         """
-        stream = TextStream(self, skip_special_tokens)
+        stream = self.stream(skip_special_tokens)
         return "".join([*map(stream.push, token_ids), stream.finish()])
+
+    def stream(self, skip_special_tokens: bool = True) -> "TextStream":
+        """For token ids that come one by one."""
+        return TextStream(self, skip_special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Messages, {"role": ..., "content": ...} each, as the text that the model was trained on.

@@ -100,6 +100,11 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         return self._page_size
 
     @property
+    def prefix_caching(self) -> bool:
+        """Whether contents can be hit."""
+        return self._cache is not None
+
+    @property
     def groups(self) -> tuple[PageGroup, ...]:
         """The groups, in order."""
         return self._groups

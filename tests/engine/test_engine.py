@@ -1,4 +1,6 @@
+import asyncio
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,9 @@ from flax import nnx
 
 import jaxpaged as jp
 from jaxpaged.config import LlamaConfig
-from jaxpaged.engine import Engine, FinishReason, SamplingParams, SchedulerConfig, runner
+from jaxpaged.engine import Engine, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig, runner
 from jaxpaged.models.llama import Llama
+from jaxpaged.paging.swap import SwapSpace
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -34,6 +37,13 @@ def model() -> Llama:
 
 def make_engine(model, num_pages: int = 80, limits: SchedulerConfig = LIMITS) -> Engine:
     return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), limits)
+
+
+def carry_out(engine, plan) -> None:
+    """A step by hand, in lockstep."""
+    drawn = engine.runner.run(plan)
+    engine.scheduler.dispatched(plan)
+    engine.scheduler.update(plan, *drawn)
 
 
 def solo(model, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
@@ -184,7 +194,7 @@ def test_make_batch_of_any_step_passes_the_value_check(model):
         batch = engine.runner.make_batch(plan)
         jp.check_batch_values(batch, num_pages=80, page_size=4, vocab_size=CONFIG.vocab_size)
         assert batch.page_table.shape[1] == 24
-        engine.scheduler.update(plan, engine.runner.run(plan))
+        carry_out(engine, plan)
         steps += 1
     assert steps > 6
 
@@ -194,13 +204,13 @@ def test_run_with_page_copies_makes_them_before_it_writes(model):
     engine = make_engine(model)
     request_id = engine.add_request(PROMPTS[1][:6], SamplingParams(max_new_tokens=4))
     plan = engine.scheduler.schedule()
-    engine.scheduler.update(plan, engine.runner.run(plan))
+    carry_out(engine, plan)
     engine.pages.fork(request_id, "witness")
     shared = engine.pages.page_ids("witness")
     before = engine.runner.cache.export_pages(jnp.asarray(shared))
     plan = engine.scheduler.schedule()
     assert [copy.src for copy in plan.page_copies] == [shared[-1]]
-    engine.scheduler.update(plan, engine.runner.run(plan))
+    carry_out(engine, plan)
     after = engine.runner.cache.export_pages(jnp.asarray(shared))
     np.testing.assert_array_equal(before.k, after.k)
     moved = engine.pages.page_ids(request_id)[-1]
@@ -217,7 +227,7 @@ def test_step_that_fails_makes_its_requests_start_over_with_the_same_tokens(mode
     expected = [solo(model, prompt, SAMPLED) for prompt in PROMPTS[:2]]
     for fails_after in (False, True):
         engine = make_engine(model)
-        run, calls = engine.runner.run, []
+        run, calls = engine.runner.dispatch, []
 
         def failing(plan, run=run, calls=calls, fails_after=fails_after, engine=engine):
             calls.append(plan)
@@ -227,7 +237,7 @@ def test_step_that_fails_makes_its_requests_start_over_with_the_same_tokens(mode
                 raise KeyboardInterrupt
             return run(plan)
 
-        monkeypatch.setattr(engine.runner, "run", failing)
+        monkeypatch.setattr(engine.runner, "dispatch", failing)
         ids = [engine.add_request(prompt, SAMPLED) for prompt in PROMPTS[:2]]
         got: dict[int, list[int]] = {i: [] for i in ids}
         interrupts = 0
@@ -283,3 +293,321 @@ def test_model_over_a_cache_of_another_shape_is_refused(model):
     config = dataclasses.replace(model.cache_config(num_pages=8), num_layers=1)
     with pytest.raises(ValueError, match=r"`cache` must have .* = \(2, 2, 8\); got \(1, 2, 8\)"):
         Engine(model, config).generate([[1]])
+
+
+# Streams, aborts, errors
+
+
+@pytest.fixture
+def engine(model) -> Engine:
+    return make_engine(model)
+
+
+def test_stream_yields_the_tokens_of_its_request_as_they_come(model, engine):
+    streams = [engine.stream(prompt, SAMPLED) for prompt in PROMPTS[:2]]
+    got = [[], []]
+    for _ in range(9):  # in turns: either drives the engine for both
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens.append(next(stream))
+    assert [tuple(t.token_id for t in tokens) for tokens in got] == [solo(model, p, SAMPLED) for p in PROMPTS[:2]]
+    assert got[0][-1].finish_reason is FinishReason.LENGTH
+    assert list(streams[0]) == []
+    assert not engine.has_unfinished()
+
+
+def test_astream_of_many_readers_equals_one_by_one(model, engine):
+    async def read(prompt):
+        return tuple([token.token_id async for token in engine.astream(prompt, SAMPLED)])
+
+    async def read_all():
+        return await asyncio.gather(*map(read, PROMPTS))
+
+    assert asyncio.run(read_all()) == [solo(model, prompt, SAMPLED) for prompt in PROMPTS]
+    assert not engine.has_unfinished()
+    assert engine.pages.num_free_pages == 79
+
+
+@pytest.mark.parametrize("how", ["close", "garbage", "with"])
+def test_stream_abandoned_by_its_reader_aborts_the_request(engine, how):
+    stream = engine.stream(PROMPTS[2], SAMPLED)
+    next(stream)
+    if how == "close":
+        stream.close()
+    elif how == "garbage":
+        del stream
+    else:
+        with stream:
+            next(stream)
+    assert not engine.has_unfinished()
+    assert engine.pages.num_free_pages == 79
+    assert engine.step() == []
+
+
+def test_astream_cancelled_aborts_the_request(model, engine):
+    async def run():
+        async def read_slowly():
+            async with engine.stream(PROMPTS[1], SAMPLED) as stream:
+                async for _ in stream:
+                    await asyncio.sleep(0)
+
+        task = asyncio.create_task(read_slowly())
+        other = asyncio.create_task(anext(engine.stream(PROMPTS[0], SAMPLED)))
+        await other
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    while engine.has_unfinished():  # what a step in its thread did not see any more
+        engine.step()
+    assert engine.pages.num_free_pages == 79
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_abort_at_any_step_frees_pages_and_leaves_the_others(model, engine, after):
+    ids = [engine.add_request(prompt, SAMPLED) for prompt in PROMPTS]
+    got: dict[int, list[int]] = {i: [] for i in ids}
+    steps = 0
+    while engine.has_unfinished():
+        if steps == after:
+            engine.abort(ids[1])
+            engine.abort(ids[1])
+            engine.abort(999)
+        for token in engine.step():
+            got[token.request_id].append(token.token_id)
+        steps += 1
+    for i in (0, 2, 3):
+        assert tuple(got[ids[i]]) == solo(model, PROMPTS[i], SAMPLED)
+    expected = solo(model, PROMPTS[1], SAMPLED)
+    assert tuple(got[ids[1]]) == expected[: len(got[ids[1]])] != expected
+    assert engine.pages.num_free_pages == 79
+
+
+def test_add_request_past_its_deadline_fails_by_name(model):
+    now = [0.0]
+    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, clock=lambda: now[0])
+    late = engine.add_request(PROMPTS[0], SamplingParams(max_new_tokens=50), deadline=5.0)
+    tokens = []
+    while engine.has_unfinished():
+        tokens += engine.step()
+        now[0] += 1
+    assert tokens[-1].request_id == late
+    assert tokens[-1].finish_reason is FinishReason.DEADLINE
+    assert "passed its deadline by 1 s" in str(tokens[-1].error)
+
+
+class Broken:
+    """A model that fails, or whose logits are not finite, when it sees one token id."""
+
+    def __init__(self, model: Llama, token_id: int, how: str):
+        self.model, self.token_id, self.how = model, token_id, how
+        self.compiles_itself, self.vocab_size, self.max_position = True, 64, 96
+
+    def __call__(self, cache, batch):
+        logits, new_cache = self.model(cache, batch)
+        hit = np.asarray(batch.token_ids) == self.token_id
+        if hit.any() and self.how == "raise":
+            raise RuntimeError("the model is broken")
+        if hit.any() and self.how == "raise and lose":
+            new_cache.k_pages.delete()
+            raise RuntimeError("the model is broken")
+        if self.how == "nan":
+            ends = np.arange(len(hit)) if batch.cu_q_lens is None else np.asarray(batch.cu_q_lens)[1:] - 1
+            logits = jnp.where(hit[ends][:, None], jnp.nan, logits)
+        return logits, new_cache
+
+
+BAD, GOOD = [9, 9, 63], [5, 7, 5, 7, 2]
+
+
+def good_params(model) -> SamplingParams:
+    """Eight tokens, the broken one not among them."""
+    return SamplingParams(max_new_tokens=8, logit_bias={63: float("-inf")})
+
+
+@pytest.mark.parametrize("how", ["raise", "nan"])
+def test_step_with_a_broken_request_fails_that_one_with_the_cause(model, how):
+    params = good_params(model)
+    engine = Engine(Broken(model, 63, how), model.cache_config(num_pages=80, page_size=4), LIMITS)
+    good = engine.add_request(GOOD, params)
+    tokens = engine.step() + engine.step()
+    bad = engine.add_request(BAD, params)
+    alone = how == "nan"  # a step that raises fails all of its requests
+    while engine.has_unfinished():
+        tokens += engine.step()
+    ends = {t.request_id: t for t in tokens if t.finish_reason is not None}
+    assert ends[bad].finish_reason is FinishReason.ERROR
+    assert re.search("broken" if how == "raise" else "logits after token 3 are not finite", str(ends[bad].error))
+    if alone:
+        got = tuple(t.token_id for t in tokens if t.request_id == good)
+        assert got == solo(model, GOOD, params)
+    else:
+        assert ends[good].error is ends[bad].error
+    assert engine.pages.num_free_pages == 79
+    [after] = engine.generate([GOOD], params)  # the engine goes on
+    assert after.token_ids == solo(model, GOOD, params)
+
+
+@pytest.mark.parametrize("how", ["raise", "raise and lose"])
+def test_step_that_raises_leaves_requests_that_were_not_in_it(model, how):
+    """A second prompt waits for tokens of the step: it is not in the one that fails, and starts over if need be."""
+    params = good_params(model)
+    limits = dataclasses.replace(LIMITS, max_num_seqs=1)
+    engine = Engine(Broken(model, 63, how), model.cache_config(num_pages=80, page_size=4), limits)
+    bad, good = engine.add_request(BAD, params), engine.add_request(GOOD, params)
+    tokens = []
+    while engine.has_unfinished():
+        tokens += engine.step()
+    assert [t.finish_reason for t in tokens if t.request_id == bad] == [FinishReason.ERROR]
+    assert tuple(t.token_id for t in tokens if t.request_id == good) == solo(model, GOOD, params)
+    assert engine.pages.num_free_pages == 79
+
+
+def test_step_whose_result_cannot_be_read_fails_its_requests_and_the_rest_start_over(model, monkeypatch):
+    """As on a device that runs out of memory: the error comes when the tokens are read, one step later."""
+    limits = dataclasses.replace(LIMITS, max_step_tokens=8)
+    engine = make_engine(model, limits=limits)
+    read, calls = engine.runner.read, []
+
+    def failing(in_flight):
+        calls.append(in_flight)
+        if len(calls) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return read(in_flight)
+
+    monkeypatch.setattr(engine.runner, "read", failing)
+    first, second = engine.add_request(PROMPTS[3], SAMPLED), engine.add_request(PROMPTS[2][::-1], SAMPLED)
+    tokens = []
+    while engine.has_unfinished():
+        tokens += engine.step()
+    ends = {t.request_id: t for t in tokens if t.finish_reason is not None}
+    assert ends[first].finish_reason is ends[second].finish_reason is FinishReason.ERROR
+    assert "RESOURCE_EXHAUSTED" in str(ends[first].error)
+    assert engine.pages.num_free_pages == 79
+    assert engine.pages.match(PROMPTS[2][::-1]) == 0  # what the lost cache held cannot be hit
+    [after] = engine.generate([PROMPTS[3]], SAMPLED)
+    assert after.token_ids == solo(model, PROMPTS[3], SAMPLED)
+
+
+def test_step_interrupted_while_it_waits_loses_nothing(model, monkeypatch):
+    engine = make_engine(model)
+    read, calls = engine.runner.read, []
+
+    def interrupted(in_flight):
+        calls.append(in_flight)
+        if len(calls) in (1, 4):
+            raise KeyboardInterrupt
+        return read(in_flight)
+
+    monkeypatch.setattr(engine.runner, "read", interrupted)
+    request_id = engine.add_request(PROMPTS[1], SAMPLED)
+    tokens = []
+    while engine.has_unfinished():
+        try:
+            tokens += engine.step()
+        except KeyboardInterrupt:
+            assert engine.has_unfinished()
+    assert {t.request_id for t in tokens} == {request_id}
+    assert tuple(t.token_id for t in tokens) == solo(model, PROMPTS[1], SAMPLED)
+
+
+def test_generate_where_every_prompt_fails_raises_the_cause(model):
+    engine = Engine(Broken(model, 63, "raise"), model.cache_config(num_pages=80, page_size=4), LIMITS)
+    with pytest.raises(RuntimeError, match="the model is broken"):
+        engine.generate([BAD], good_params(model))
+
+
+# Features that must not change a token
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=24), SAMPLED], ids=["greedy", "sampled"])
+def test_generate_with_speculation_gives_the_same_tokens_in_fewer_steps(model, params):
+    prompts = [[3, 4, 5, 6] * 6, PROMPTS[1], [7] * 20]
+    expected = [solo(model, p, params) for p in prompts]
+    engine = Engine(
+        model,
+        model.cache_config(num_pages=80, page_size=4),
+        LIMITS,
+        speculation=NgramSpeculation(min_ngram=1),
+    )
+    assert [o.token_ids for o in engine.generate(prompts, params)] == expected
+    stats = engine.stats()
+    assert stats.num_drafts > 0
+    if params.temperature == 0:
+        assert stats.num_accepted_drafts > 0
+    assert engine.pages.num_free_pages == 79
+
+
+def test_generate_with_penalties_equals_one_by_one(model):
+    params = SamplingParams(max_new_tokens=9, repetition_penalty=1.5, presence_penalty=0.5)
+    expected = [solo(model, p, params) for p in PROMPTS]
+    assert [o.token_ids for o in make_engine(model).generate(PROMPTS, params)] == expected
+    assert expected != [solo(model, p, SamplingParams(max_new_tokens=9)) for p in PROMPTS]
+
+
+def test_generate_with_swap_takes_preempted_pages_back(model):
+    params = SamplingParams(max_new_tokens=20)
+    prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[1][::-1]]
+    expected = [solo(model, p, params) for p in prompts]
+    swap = SwapSpace(40)
+    engine = Engine(model, model.cache_config(num_pages=16, page_size=4), LIMITS, swap=swap)
+    assert [o.token_ids for o in engine.generate(prompts, params)] == expected
+    stats = engine.stats()
+    assert stats.num_swap_outs == stats.num_preemptions > 0
+    assert swap.stats().num_sequences == 0
+    assert engine.pages.num_free_pages == 15
+
+
+def test_generate_of_a_shared_prefix_computes_it_once(model):
+    prefix = PROMPTS[2][:24]
+    prompts = [[*prefix, i, i + 1] for i in range(4)]
+    params = SamplingParams(max_new_tokens=4)
+    engine = make_engine(model)
+    assert [o.token_ids for o in engine.generate(prompts, params)] == [solo(model, p, params) for p in prompts]
+    assert engine.stats().num_hit_tokens == 3 * 24
+    assert engine.stats().hit_rate == pytest.approx(72 / 104)
+
+
+def test_generate_of_n_samples_equals_those_of_their_seeds(model):
+    params = dataclasses.replace(SAMPLED, n=3, seed=5)
+    outputs = make_engine(model).generate([PROMPTS[1], PROMPTS[0]], [params, SAMPLED])
+    assert len(outputs) == 4
+    each = [solo(model, PROMPTS[1], dataclasses.replace(SAMPLED, seed=5 + i)) for i in range(3)]
+    assert [o.token_ids for o in outputs] == [*each, solo(model, PROMPTS[0], SAMPLED)]
+    assert len(set(each)) > 1
+
+
+def test_stats_as_prometheus_text_names_counters_and_gauges(model, engine):
+    engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=3))
+    stats = engine.stats()
+    assert stats.num_finished == 2
+    assert stats.num_tokens == 6
+    assert sum(stats.programs.values()) == stats.num_steps
+    assert len(stats.programs) <= stats.max_programs
+    text = stats.prometheus_text()
+    assert "# TYPE jaxpaged_num_steps_total counter\n" in text
+    assert "jaxpaged_num_finished_total 2\n" in text
+    assert "# TYPE jaxpaged_num_running gauge\njaxpaged_num_running 0\n" in text
+    assert 'jaxpaged_program_steps_total{kind="decode",rows="2",tokens="2"}' in text
+
+
+class Letters:
+    """A tokenizer of 64 characters."""
+
+    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(48 + t) for t in token_ids)
+
+
+def test_stream_with_a_stop_string_ends_before_it_whatever_tokens_cut_it(model):
+    tokens = solo(model, PROMPTS[1], SAMPLED)
+    text = Letters().decode(tokens)
+    stop = text[3:5]
+    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, tokenizer=Letters())
+    other = engine.stream(PROMPTS[0], SAMPLED)
+    got = list(engine.stream(PROMPTS[1], dataclasses.replace(SAMPLED, stop=stop)))
+    assert "".join(t.text for t in got) == text[: text.index(stop)]
+    assert got[-1].finish_reason is FinishReason.STOP
+    assert tuple(t.token_id for t in got) == tokens[: text.index(stop) + 2]
+    assert "".join(t.text for t in other) == Letters().decode(solo(model, PROMPTS[0], SAMPLED))
+    with pytest.raises(ValueError, match="`stop` needs a tokenizer"):
+        make_engine(model).generate(PROMPTS[:1], dataclasses.replace(SAMPLED, stop=stop))

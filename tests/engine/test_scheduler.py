@@ -1,105 +1,332 @@
+import collections
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpaged as jp
-from jaxpaged.engine.request import FinishReason, Request, SamplingParams
+from jaxpaged.engine.request import FinishReason, QueueFullError, Request, SamplingParams
 from jaxpaged.engine.scheduler import Scheduler, SchedulerConfig
+from jaxpaged.engine.speculation import NgramSpeculation
+from jaxpaged.paging.swap import SwapSpace
 
 PAGE_SIZE = 4
 
 
-def make_scheduler(num_pages=40, **config) -> Scheduler:
+def make_scheduler(num_pages=40, prefix_caching=False, swap=None, speculation=None, **config) -> Scheduler:
     config = {"max_num_seqs": 4, "max_step_tokens": 16, "max_model_len": 64} | config
-    return Scheduler(SchedulerConfig(**config), jp.PageAllocator(num_pages, PAGE_SIZE))
+    pages = jp.PageAllocator(num_pages, PAGE_SIZE, prefix_caching=prefix_caching)
+    return Scheduler(SchedulerConfig(**config), pages, swap=swap, speculation=speculation)
 
 
-def make_request(request_id: int, prompt: int, new: int = 4, stop=()) -> Request:
+def make_request(request_id: int, prompt: int | list[int], new: int = 4, stop=(), **kwargs) -> Request:
     params = SamplingParams(max_new_tokens=new, stop_token_ids=stop)
+    tokens = tuple(range(prompt)) if isinstance(prompt, int) else tuple(prompt)
     return Request(
-        request_id=request_id, prompt_token_ids=tuple(range(prompt)), params=params, max_tokens=min(prompt + new, 64)
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        params=params,
+        max_tokens=min(len(tokens) + new, 64),
+        **kwargs,
     )
 
 
-def run(scheduler: Scheduler, token=lambda r: 7, max_steps=2000) -> list:
-    """Steps until nothing is left; returns the plans. Tokens come from the request, as from a model."""
-    plans = []
-    while (plan := scheduler.schedule()) is not None:
-        assert len(plans) < max_steps, "no progress"
-        check(scheduler, plan)
-        plans.append(plan)
-        scheduler.update(plan, [token(r) for r in plan.requests])
-    return plans
+def next_token(tokens: list[int]) -> int:
+    """A model of 5 tokens: what follows depends on all tokens so far."""
+    return sum((i + 1) * t for i, t in enumerate(tokens)) % 5
+
+
+def expected_output(request: Request) -> list[int]:
+    tokens = list(request.prompt_token_ids)
+    while len(tokens) < request.max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.params.stop_token_ids:
+            break
+    return tokens[len(request.prompt_token_ids) :]
+
+
+class Machine:
+    """Carries plans out as the runner does, on a pool of single tokens instead of keys and values."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.slots = np.full(scheduler.pages.num_pages * PAGE_SIZE, -1)
+        self.swapped: dict[int, np.ndarray] = {}
+
+    def pages_of(self, page_ids):
+        return self.slots.reshape(-1, PAGE_SIZE)[page_ids]
+
+    def carry_out(self, plan) -> list[int]:
+        """The tokens that follow, read from the pool: a token in a wrong slot changes them."""
+        pages, swap = self.scheduler.pages, self.scheduler.holdings.swap
+        for request_id, page_ids in plan.swap_outs:
+            block = self.pages_of(page_ids)
+            swap.put_sequence(request_id, {"k": block.reshape(1, len(page_ids), 1, PAGE_SIZE, 1).astype(np.int32)})
+        for src, dst in plan.page_copies:
+            self.slots.reshape(-1, PAGE_SIZE)[dst] = self.pages_of(src)
+        for request, page_ids in plan.swap_ins:
+            block = swap.take_sequence(request.request_id)["k"]
+            self.slots.reshape(-1, PAGE_SIZE)[page_ids] = block.reshape(len(page_ids), PAGE_SIZE)
+        drawn = []
+        every_drafts = plan.drafts or [()] * len(plan.requests)
+        for request, num_new, drafts in zip(plan.requests, plan.num_new_tokens, every_drafts, strict=True):
+            begin, page_ids = request.num_computed_tokens, pages.page_ids(request.request_id)
+            end = begin + num_new + len(drafts)
+            new = [*request.known_tokens()[begin : begin + num_new], *drafts]
+            if len(new) < end - begin:  # the last token is known to the device alone
+                new.append(next_token(self.read(page_ids, begin)))
+            positions = np.arange(begin, end)
+            self.slots[page_ids[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE] = new
+            drawn += [next_token(self.read(page_ids, n)) for n in range(end - len(drafts), end + 1)]
+        return drawn
+
+    def read(self, page_ids, count: int) -> list[int]:
+        positions = np.arange(count)
+        return self.slots[page_ids[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE].tolist()
+
+
+def run(scheduler: Scheduler, *, ahead=0, min_steps=0, max_steps=3000, before_step=lambda i: None) -> list:
+    """Steps until nothing is left, `ahead` steps of them scheduled before tokens are known; returns the plans."""
+    machine, plans, in_flight = Machine(scheduler), [], collections.deque()
+    for i in range(max_steps):
+        before_step(i)
+        while scheduler.needs_tokens and in_flight:
+            scheduler.update(*in_flight.popleft())
+        plan = scheduler.schedule(float(i))
+        if plan is not None:
+            check(scheduler, plan)
+            plans.append(plan)
+            in_flight.append((plan, machine.carry_out(plan)))
+            scheduler.dispatched(plan)
+        if in_flight and (plan is None or len(in_flight) > ahead or scheduler.needs_tokens):
+            scheduler.update(*in_flight.popleft())
+        if i >= min_steps and plan is None and not in_flight and not scheduler.num_waiting and not scheduler.running:
+            return plans
+    raise AssertionError("no progress")
 
 
 def check(scheduler: Scheduler, plan) -> None:
-    assert 0 < len(plan.requests) <= scheduler.config.max_num_seqs
+    assert len(plan.requests) <= scheduler.config.max_num_seqs
+    assert len(scheduler.running) <= scheduler.config.max_num_seqs
     assert all(n >= 1 for n in plan.num_new_tokens)
-    assert plan.is_decode or sum(plan.num_new_tokens) <= scheduler.config.max_step_tokens
+    num_tokens = sum(plan.num_new_tokens) + sum(map(len, plan.drafts))
+    assert plan.is_decode or num_tokens <= max(scheduler.config.max_step_tokens, len(plan.requests))
+    assert [r.order for r in scheduler.running] == sorted(r.order for r in scheduler.running)
     for request, num_new in zip(plan.requests, plan.num_new_tokens, strict=True):
-        assert scheduler.pages.seq_len(request.request_id) == request.num_computed_tokens + num_new
+        assert scheduler.pages.seq_len(request.request_id) >= request.num_computed_tokens + num_new
 
 
-def test_schedule_runs_prompts_in_chunks_before_decoding():
+def steps_of(plans) -> list:
+    return [[(r.request_id, n) for r, n in zip(p.requests, p.num_new_tokens, strict=True)] for p in plans]
+
+
+def test_schedule_decodes_first_and_fills_the_step_with_prompts():
     scheduler = make_scheduler()
     for i, prompt in enumerate((20, 5)):
         scheduler.add(make_request(i, prompt, new=2))
-    plans = run(scheduler)
-    steps = [[(r.request_id, n) for r, n in zip(p.requests, p.num_new_tokens, strict=True)] for p in plans]
-    assert steps == [[(0, 16)], [(0, 4), (1, 5)], [(0, 1), (1, 1)]]
+    assert steps_of(run(scheduler)) == [[(0, 16)], [(0, 4), (1, 5)], [(0, 1), (1, 1)]]
+    for i, prompt in enumerate((3, 30)):
+        scheduler.add(make_request(i + 2, prompt, new=3))
+    assert steps_of(run(scheduler)) == [[(2, 3), (3, 13)], [(2, 1), (3, 15)], [(2, 1), (3, 2)], [(3, 1)], [(3, 1)]]
+
+
+def test_schedule_with_priorities_runs_the_lowest_number_first():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for i, priority in enumerate((5, 0, 5, -1)):
+        scheduler.add(make_request(i, 3, new=1, priority=priority))
+    assert [request_id for [(request_id, _)] in steps_of(run(scheduler))] == [3, 1, 0, 2]
+
+
+def test_schedule_of_a_higher_priority_takes_the_place_of_a_running_request():
+    scheduler = make_scheduler(max_num_seqs=1)
+    first = make_request(0, 3, new=8, priority=1)
+    scheduler.add(first)
+    late = make_request(1, 3, new=2, priority=0)
+    equal = make_request(2, 3, new=2, priority=1)
+
+    def arrive(i):
+        if i == 3:
+            scheduler.add(late)
+            scheduler.add(equal)
+
+    ids = [entries[0][0] for entries in steps_of(run(scheduler, before_step=arrive))]
+    assert ids == [0] * 3 + [1] * 2 + [0] * 5 + [2] * 2
+    assert scheduler.num_preemptions == 1
+    assert first.output_token_ids == expected_output(first)
+
+
+def test_schedule_past_a_deadline_ends_the_request_by_name():
+    scheduler = make_scheduler(max_num_seqs=1)
+    running, waiting, safe = (make_request(i, 3, new=20, deadline=d) for i, d in enumerate((4.0, 6.0, 100.0)))
+    for request in (running, waiting, safe):
+        scheduler.add(request)
+    run(scheduler)
+    assert [r.finish_reason for r in (running, waiting)] == [FinishReason.DEADLINE] * 2
+    assert str(running.error) == "Request 0 passed its deadline by 1 s, with 5 of up to 20 new tokens."
+    assert isinstance(waiting.error, TimeoutError)
+    assert safe.output_token_ids == expected_output(safe)
+    assert [t.request_id for t in scheduler.take_ended()] == [0, 1]
+    assert scheduler.pages.num_free_pages == 39
+
+
+def test_add_beyond_max_num_waiting_is_refused_by_name():
+    scheduler = make_scheduler(max_num_waiting=2)
+    for i in range(2):
+        scheduler.add(make_request(i, 3))
+    with pytest.raises(QueueFullError, match="2 requests are waiting, and `max_num_waiting` is 2"):
+        scheduler.add(make_request(2, 3))
+    scheduler.schedule()
+    scheduler.add(make_request(3, 3))
 
 
 def test_update_with_a_stop_token_ends_the_request_and_frees_its_pages():
-    scheduler = make_scheduler()
-    request = make_request(0, 5, new=10, stop=(7,))
-    scheduler.add(request)
-    run(scheduler)
-    assert request.finish_reason is FinishReason.STOP
-    assert request.output_token_ids == [7]
-    assert request.num_pages == 2
-    assert scheduler.pages.num_free_pages == 39
+    for ahead in (0, 1):
+        scheduler = make_scheduler()
+        request = make_request(0, 5, new=10)
+        stop = expected_output(request)[2]
+        request = make_request(0, 5, new=10, stop=(stop,))
+        scheduler.add(request)
+        run(scheduler, ahead=ahead)
+        assert request.finish_reason is FinishReason.STOP
+        assert request.output_token_ids == expected_output(request)
+        assert request.num_pages == 2
+        assert scheduler.pages.num_free_pages == 39
 
 
 def test_update_at_max_tokens_ends_with_length():
     scheduler = make_scheduler()
     request = make_request(0, 5, new=3)
     scheduler.add(request)
-    run(scheduler)
+    assert len(run(scheduler, ahead=1)) == 3
     assert request.finish_reason is FinishReason.LENGTH
-    assert request.output_token_ids == [7, 7, 7]
+    assert request.output_token_ids == expected_output(request)
 
 
-def test_schedule_out_of_pages_preempts_the_latest_and_all_finish():
-    scheduler = make_scheduler(num_pages=9)  # 8 pages of 4: two requests of 4 + 20 tokens need 6 each
-    requests = [make_request(i, 4, new=20) for i in range(2)]
+@pytest.mark.parametrize("swap_pages", [0, 3, 100])
+def test_schedule_out_of_pages_preempts_the_latest_and_all_finish(swap_pages):
+    swap = SwapSpace(swap_pages) if swap_pages else None
+    scheduler = make_scheduler(num_pages=9, swap=swap)  # 8 pages of 4: two requests of 4 + 20 tokens need 6 each
+    requests = [make_request(i, [i, 1, 2, 3], new=20) for i in range(2)]
     for request in requests:
         scheduler.add(request)
-    run(scheduler, token=lambda r: 100 * r.request_id + len(r.output_token_ids))
+    plans = run(scheduler)
     assert scheduler.num_preemptions > 0
+    assert scheduler.holdings.num_swap_outs == (scheduler.num_preemptions if swap_pages == 100 else 0)
+    computed = sum(sum(p.num_new_tokens) for p in plans)
+    assert (computed == 2 * 23) == (swap_pages == 100)  # nothing is computed twice
     for request in requests:
-        assert request.output_token_ids == [100 * request.request_id + i for i in range(20)]
+        assert request.output_token_ids == expected_output(request)
     assert scheduler.pages.num_free_pages == 8
     assert scheduler.peak_num_pages == 8
+    assert swap is None or swap.stats().num_sequences == 0
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12),
-    st.integers(17, 40),
-    st.integers(1, 5),
-    st.integers(1, 20),
-)
-def test_schedule_of_any_requests_finishes_each_with_its_own_tokens(shapes, num_pages, max_num_seqs, max_step_tokens):
-    scheduler = make_scheduler(num_pages, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens)
-    requests = [make_request(i, prompt, new) for i, (prompt, new) in enumerate(shapes)]
-    for request in requests:
+def test_schedule_of_prompts_that_begin_alike_computes_the_beginning_once():
+    scheduler = make_scheduler(prefix_caching=True, max_step_tokens=64)
+    for i in range(4):
+        scheduler.add(make_request(i, [*range(12), i], new=2))
+    steps = steps_of(run(scheduler))
+    assert steps[0] == [(0, 13)]
+    assert steps[1] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    stats = scheduler.pages.stats()
+    assert (stats.num_hit_tokens, stats.num_missed_tokens) == (36, 16)
+
+
+def test_preempted_request_finds_what_it_had_computed():
+    scheduler = make_scheduler(prefix_caching=True, max_num_seqs=1)
+    scheduler.add(make_request(0, 9, new=12, priority=1))
+    plans = run(scheduler, before_step=lambda i: i == 5 and scheduler.add(make_request(1, 3, new=1)))
+    again = [entries for entries in steps_of(plans) if entries[0][0] == 0][5]
+    assert again == [(0, 2)]  # of 9 + 5 tokens three pages were full
+    assert scheduler.num_preemptions == 1
+
+
+def test_update_with_drafts_keeps_those_that_stand():
+    prompt = [1, 2, 3, 1, 2]
+    scheduler = make_scheduler(speculation=NgramSpeculation(min_ngram=1))
+    request = make_request(0, prompt, new=30)
+    scheduler.add(request)
+    plans = run(scheduler)
+    assert request.output_token_ids == expected_output(request)
+    assert 0 < scheduler.num_accepted_drafts < scheduler.num_drafts
+    assert len(plans) == 30 - scheduler.num_accepted_drafts
+    assert scheduler.pages.num_free_pages == 39
+
+
+def test_update_of_logits_that_are_not_finite_ends_that_request_only():
+    scheduler = make_scheduler(prefix_caching=True, max_step_tokens=32)
+    good, bad = make_request(0, 9), make_request(1, [5] * 9)
+    for request in (good, bad):
         scheduler.add(request)
-    run(scheduler, token=lambda r: 100 * r.request_id + len(r.output_token_ids))
-    for request, (_, new) in zip(requests, shapes, strict=True):
-        assert request.output_token_ids == [100 * request.request_id + i for i in range(new)]
+    plan = scheduler.schedule()
+    scheduler.dispatched(plan)
+    scheduler.update(plan, [1, 2], {1})
+    assert bad.finish_reason is FinishReason.ERROR
+    assert str(bad.error) == "Request 1: the model's logits after token 9 are not finite."
+    assert good.output_token_ids == [1]
+    assert scheduler.running == [good]
+    assert scheduler.pages.match([5] * 9) == 0  # nobody is to find its pages
+    assert scheduler.pages.match(range(9)) == 8
+
+
+SHAPES = st.tuples(
+    st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 2), st.booleans()
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    shapes=st.lists(SHAPES, min_size=1, max_size=10),
+    num_pages=st.integers(17, 40),
+    max_num_seqs=st.integers(1, 5),
+    max_step_tokens=st.integers(1, 20),
+    prefix_caching=st.booleans(),
+    swap_pages=st.sampled_from([0, 4, 100]),
+    speculation=st.sampled_from([None, NgramSpeculation(min_ngram=1)]),
+    ahead=st.integers(0, 1),
+    arrivals=st.lists(st.integers(0, 30), min_size=10, max_size=10),
+    aborts=st.dictionaries(st.integers(0, 9), st.integers(0, 40), max_size=3),
+)
+def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
+    shapes,
+    num_pages,
+    max_num_seqs,
+    max_step_tokens,
+    prefix_caching,
+    swap_pages,
+    speculation,
+    ahead,
+    arrivals,
+    aborts,
+):
+    """Progress, whatever the pool, the lengths and the priorities; and no page is leaked or read by another."""
+    swap = SwapSpace(swap_pages) if swap_pages else None
+    scheduler = make_scheduler(
+        num_pages, prefix_caching, swap, speculation, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens
+    )
+    requests = [
+        make_request(i, prompt, new, stop=(3,) if stops else (), priority=priority)
+        for i, (prompt, new, priority, stops) in enumerate(shapes)
+    ]
+
+    def before_step(i):
+        for request, at in zip(requests, arrivals, strict=False):
+            if at == i:
+                scheduler.add(request)
+        here = [r for r, at in zip(requests, arrivals, strict=False) if at <= i]
+        scheduler.end([r for r in here if aborts.get(r.request_id) == i], FinishReason.ABORT)
+
+    run(scheduler, ahead=ahead, before_step=before_step, min_steps=45)  # all have arrived by then
+    for request in requests:
+        if request.finish_reason is FinishReason.ABORT:
+            assert request.output_token_ids == expected_output(request)[: len(request.output_token_ids)]
+        else:
+            assert request.output_token_ids == expected_output(request)
     assert scheduler.pages.num_free_pages == num_pages - 1
     assert not scheduler.waiting
     assert not scheduler.running
+    assert swap is None or swap.stats().num_sequences == 0
 
 
 def test_add_of_a_request_that_can_never_run_fails_with_numbers():
@@ -111,24 +338,25 @@ def test_add_of_a_request_that_can_never_run_fails_with_numbers():
     message = "`prompt` of 10 tokens with up to 8 new ones, in pages of 4, needs 5 pages; 4 are free"
     with pytest.raises(jp.OutOfPagesError, match=message):
         scheduler.add(make_request(0, 10, new=8))
-    assert not scheduler.waiting
+    assert not scheduler.num_waiting
     scheduler.add(make_request(0, 10, new=7))  # the last token is never stored: 16 slots are enough
     assert len(run(scheduler)) == 7
 
 
-def test_drop_of_a_running_or_waiting_request_frees_its_pages():
+def test_end_of_a_running_or_waiting_request_frees_its_pages():
     scheduler = make_scheduler(max_num_seqs=1)
     first, second = make_request(0, 5), make_request(1, 5)
     scheduler.add(first)
     scheduler.add(second)
-    scheduler.schedule()
-    scheduler.drop(first)
-    scheduler.drop(second)
+    plan = scheduler.schedule()
+    scheduler.dispatched(plan)
+    scheduler.end([first, second], FinishReason.ABORT)
     assert scheduler.pages.num_free_pages == 39
+    assert scheduler.update(plan, [1]) == []
     assert scheduler.schedule() is None
 
 
-@pytest.mark.parametrize("field", ["max_num_seqs", "max_step_tokens", "max_model_len"])
+@pytest.mark.parametrize("field", ["max_num_seqs", "max_step_tokens", "max_model_len", "max_num_waiting"])
 def test_scheduler_with_a_limit_of_0_names_it(field):
     with pytest.raises(ValueError, match=f"`{field}` must be an integer >= 1; got 0"):
         make_scheduler(**{field: 0})
@@ -136,9 +364,8 @@ def test_scheduler_with_a_limit_of_0_names_it(field):
         make_scheduler(**{field: 2.5})
 
 
-def test_request_tokens_spans_prompt_and_output():
+def test_known_tokens_spans_prompt_and_output():
     request = make_request(0, 3)
+    assert request.known_tokens().tolist() == [0, 1, 2]
     request.output_token_ids += [50, 51]
-    assert request.tokens(0, 5) == [0, 1, 2, 50, 51]
-    assert request.tokens(2, 4) == [2, 50]
-    assert request.tokens(3, 5) == [50, 51]
+    assert request.known_tokens().tolist() == [0, 1, 2, 50, 51]

@@ -1,0 +1,98 @@
+"""Pages on the move before a step: out to the swap space, from page to page, and back in.
+
+Pages go a fixed number at a time, padded, so that each of the three is one program however many there are.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpaged.config import NULL_PAGE, cdiv
+from jaxpaged.engine.plan import StepPlan
+from jaxpaged.engine.request import Request
+from jaxpaged.kv_cache import KVCache, PageBlock
+from jaxpaged.paging.swap import SwapSpace
+
+_AT_ONCE = 16
+
+
+class PageMover:
+    """Carries out what a plan says about pages."""
+
+    def __init__(self, swap: SwapSpace | None):
+        self.swap = swap
+
+    def move(self, cache: KVCache, plan: StepPlan) -> tuple[KVCache, list[Request]]:
+        """The cache with all pages of the plan in place, and the requests whose pages did not come back whole."""
+        for request_id, page_ids in plan.swap_outs:
+            assert self.swap is not None
+            self.swap.put_sequence(request_id, _export(cache, page_ids))
+        for begin in range(0, len(plan.page_copies), _AT_ONCE):
+            src, dst = np.asarray(plan.page_copies[begin : begin + _AT_ONCE], np.int32).T
+            cache = _copy_pages(cache, _padded(src, NULL_PAGE), _targets(dst, cache.num_pages))
+        lost = []
+        for request, page_ids in plan.swap_ins:
+            assert self.swap is not None
+            block = self.swap.take_sequence(request.request_id)
+            if block["k"].shape[1] < len(page_ids):
+                lost.append(request)
+            else:
+                cache = _import(cache, page_ids, block)
+        return cache, lost
+
+    def warm_up(self, cache: KVCache) -> KVCache:
+        """Compiles the programs, by moving nothing."""
+        nowhere, nothing = _targets(np.zeros(0, np.int32), cache.num_pages), np.full(_AT_ONCE, NULL_PAGE, np.int32)
+        cache = _copy_pages(cache, nothing, nowhere)
+        if self.swap is not None:
+            block = _export_pages(cache, nothing).to_host()
+            cache = _import_pages(cache, nowhere, PageBlock.from_host(block))
+        return cache
+
+
+def _export(cache: KVCache, page_ids: np.ndarray) -> dict[str, np.ndarray]:
+    pieces = [
+        _export_pages(cache, _padded(page_ids[begin : begin + _AT_ONCE], NULL_PAGE)).to_host()
+        for begin in range(0, len(page_ids), _AT_ONCE)
+    ]
+    return {name: np.concatenate([p[name] for p in pieces], axis=1)[:, : len(page_ids)] for name in pieces[0]}
+
+
+def _import(cache: KVCache, page_ids: np.ndarray, block: dict[str, np.ndarray]) -> KVCache:
+    for i in range(cdiv(len(page_ids), _AT_ONCE)):
+        part = slice(i * _AT_ONCE, (i + 1) * _AT_ONCE)
+        targets = _targets(page_ids[part], cache.num_pages)
+        piece = {name: _padded(x[:, part], 0, axis=1) for name, x in block.items()}
+        cache = _import_pages(cache, targets, PageBlock.from_host(piece))
+    return cache
+
+
+def _padded(values: np.ndarray, padding: int, axis: int = 0) -> np.ndarray:
+    widths = [(0, 0)] * values.ndim
+    widths[axis] = (0, _AT_ONCE - values.shape[axis])
+    return np.pad(values, widths, constant_values=padding) if widths[axis][1] else values
+
+
+def _targets(page_ids: Sequence[int] | np.ndarray, num_pages: int) -> np.ndarray:
+    """Page ids followed by distinct ones past the pool, which are dropped."""
+    targets = num_pages + np.arange(_AT_ONCE, dtype=np.int32)
+    targets[: len(page_ids)] = page_ids
+    return targets
+
+
+@partial(jax.jit, donate_argnames="cache")
+def _copy_pages(cache: KVCache, src: Any, dst: Any) -> KVCache:
+    return cache.copy_pages(src, dst)
+
+
+@jax.jit
+def _export_pages(cache: KVCache, page_ids: Any) -> PageBlock:
+    return cache.export_pages(page_ids)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def _import_pages(cache: KVCache, page_ids: Any, block: PageBlock) -> KVCache:
+    return cache.import_pages(page_ids, block)

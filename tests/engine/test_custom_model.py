@@ -1,0 +1,71 @@
+"""A model of one's own in the engine: everything that it needs is in this file."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxpaged as jp
+from jaxpaged.config import CacheConfig
+from jaxpaged.engine import Engine, SamplingParams
+from jaxpaged.nn.nnx import PagedAttention
+
+VOCAB_SIZE, HIDDEN, HEADS, NUM_LAYERS, MAX_LEN = 32, 24, 2, 2, 40
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)
+        self.qkv = nnx.Linear(HIDDEN, 3 * HIDDEN, rngs=rngs)
+        self.attention = PagedAttention()
+        self.out = nnx.Linear(HIDDEN, HIDDEN, rngs=rngs)
+
+    def __call__(self, x, cache: jp.KVCache, batch: jp.Batch, layer: int):
+        q, k, v = jnp.split(self.qkv(self.norm(x)).reshape(len(x), 3 * HEADS, -1), 3, axis=1)
+        attended, cache = self.attention(q, k, v, cache, batch, layer)
+        return x + self.out(attended.reshape(x.shape)), cache
+
+
+class Gpt(nnx.Module):
+    """A decoder with learned positions. The engine asks for no more than `__call__`."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCAB_SIZE, HIDDEN, rngs=rngs)
+        self.position = nnx.Embed(MAX_LEN, HIDDEN, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(NUM_LAYERS)])
+        self.head = nnx.Linear(HIDDEN, VOCAB_SIZE, rngs=rngs)
+
+    def __call__(self, cache: jp.KVCache, batch: jp.Batch):
+        x = self.embed(batch.token_ids) + self.position(batch.positions)
+        for layer, block in enumerate(self.layers):
+            x, cache = block(x, cache, batch, layer)
+        ends = jnp.arange(len(batch.seq_lens)) if batch.cu_q_lens is None else batch.cu_q_lens[1:] - 1
+        return self.head(x[ends]), cache
+
+
+def dense_logits(model: Gpt, tokens: list[int]) -> jax.Array:
+    """The same network over one sequence, with no cache: [len(tokens), VOCAB_SIZE]."""
+    x = model.embed(jnp.array(tokens)) + model.position(jnp.arange(len(tokens)))
+    for block in model.layers:
+        q, k, v = jnp.split(block.qkv(block.norm(x)).reshape(len(x), 3 * HEADS, -1), 3, axis=1)
+        attended = jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        x = x + block.out(attended.reshape(x.shape))
+    return model.head(x)
+
+
+def test_engine_runs_a_flax_module_of_ones_own():
+    model = Gpt(nnx.Rngs(0))
+    cache = CacheConfig(
+        num_layers=NUM_LAYERS,
+        num_pages=24,
+        page_size=4,
+        num_kv_heads=HEADS,
+        head_dim=HIDDEN // HEADS,
+        dtype="float32",
+    )
+    engine = Engine(model, cache, jp.SchedulerConfig(max_num_seqs=2, max_step_tokens=16, max_model_len=MAX_LEN))
+    prompts = [np.random.default_rng(i).integers(0, VOCAB_SIZE, n).tolist() for i, n in enumerate((3, 21))]
+    for prompt, output in zip(prompts, engine.generate(prompts, SamplingParams(max_new_tokens=6)), strict=True):
+        tokens = [*prompt, *output.token_ids]
+        logits = np.asarray(dense_logits(model, tokens))[len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(output.token_ids)
