@@ -14,6 +14,9 @@ from jaxpaged.paging.reports import PageCopy
 from jaxpaged.paging.state import PageState, second_thread, taken, verb
 from jaxpaged.paging.tables import Rows, SequenceTable, ragged_arange
 
+_MAX_TOKENS = 2**31
+"""No sequence gets so long: slots are int32."""
+
 
 class SequenceVerbs(PageState):
     """`append`, `fork`, `truncate`, `free`, and the arrays of a step. Each costs O(pages touched)."""
@@ -71,8 +74,8 @@ class SequenceVerbs(PageState):
         """
         rows = self._rows(seq_ids)
         self._check_distinct(seq_ids, rows, "append_many")
-        counts = self._counts_of(seq_ids, num_tokens)
         lengths = self._table.num_tokens[rows]
+        counts = self._counts_of(seq_ids, lengths, num_tokens)
         if len(rows):
             longest = int(np.argmax(lengths + counts))
             self._check_limit(int(lengths[longest] + counts[longest]), seq_ids[longest])
@@ -386,23 +389,36 @@ class SequenceVerbs(PageState):
                 )
 
     def _counts_of(
-        self, seq_ids: Sequence[Hashable], num_tokens: SupportsIndex | Sequence[int] | npt.NDArray[np.integer]
+        self,
+        seq_ids: Sequence[Hashable],
+        lengths: npt.NDArray[np.intp],
+        num_tokens: SupportsIndex | Sequence[int] | npt.NDArray[np.integer],
     ) -> npt.NDArray[np.intp]:
-        """[len(seq_ids)] a count for each sequence."""
-        counts = np.asarray(num_tokens)
-        if counts.ndim == 0:
+        """[len(seq_ids)] a count for each sequence; raises as `append` for one that no pool has pages for."""
+        exact = np.asarray(num_tokens)
+        if exact.ndim == 0:
             count = as_count(num_tokens, "`num_tokens`")  # pyright: ignore[reportArgumentType]
-            return np.full(len(seq_ids), count, np.intp)
-        if counts.shape != (len(seq_ids),):
+            exact = np.full(len(seq_ids), count, np.intp if count < _MAX_TOKENS else object)
+        if exact.shape != (len(seq_ids),):
             raise ValueError(
-                f"`num_tokens` must have one entry for each of the {len(seq_ids)} sequences; got shape {counts.shape}."
+                f"`num_tokens` must have one entry for each of the {len(seq_ids)} sequences; got shape {exact.shape}."
             )
-        if len(seq_ids) and counts.dtype.kind not in "iu":
-            raise TypeError(f"`num_tokens` must be integers; got {counts.dtype}.")
-        if counts.min(initial=0) < 0:
-            i = int(np.argmin(counts))
-            raise ValueError(f"`num_tokens` for sequence {seq_ids[i]!r} must be an integer >= 0; got {counts[i]}.")
-        return counts.astype(np.intp)
+        if exact.dtype.kind not in "iu":  # no integers, or so large that numpy has no type for them
+            entries = zip(num_tokens if exact.dtype != object else exact, seq_ids, strict=True)  # pyright: ignore
+            exact = np.array([as_count(n, "`num_tokens` for sequence {!r}", i) for n, i in entries], object)
+        if exact.min(initial=0) < 0:
+            i = int(np.argmin(exact))
+            raise ValueError(f"`num_tokens` for sequence {seq_ids[i]!r} must be an integer >= 0; got {exact[i]}.")
+        counts = np.minimum(exact, _MAX_TOKENS).astype(np.intp)
+        too_long = lengths + counts >= _MAX_TOKENS
+        if np.count_nonzero(too_long):
+            i = int(np.argmax(too_long))
+            length, count = int(lengths[i]), int(exact[i])
+            self._check_limit(length + count, seq_ids[i])
+            needed = cdiv(length + count, self._page_size) - cdiv(length, self._page_size)
+            what = f"append_many of {count} tokens to sequence {seq_ids[i]!r}"
+            raise OutOfPagesError(needed * len(self._tables), self.num_free_pages, what)
+        return counts
 
     def _checked_counts(
         self,
