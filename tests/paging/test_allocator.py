@@ -220,7 +220,9 @@ def test_append_many_beyond_the_width_of_the_table_raises_by_name():
 @pytest.mark.parametrize("bad", [-1, True, 1.0, "1", -(2**70)])
 def test_append_many_with_a_bad_count_raises_with_the_id(pages, bad):
     before = state_of(pages, "a", "b")
-    with pytest.raises((ValueError, TypeError), match="^`num_tokens` for sequence '[ab]' must be an integer >= 0; got "):
+    with pytest.raises(
+        (ValueError, TypeError), match="^`num_tokens` for sequence '[ab]' must be an integer >= 0; got "
+    ):
         pages.append_many(["a", "b"], [bad, bad] if bad is True else [1, bad])
     assert state_of(pages, "a", "b") == before
 
