@@ -169,7 +169,11 @@ def test_commit_of_other_tokens_than_a_fork_committed_raises():
     [
         ([1] * 21, ValueError, r"^`token_ids` of sequence 'a' must be at most its 20 tokens; got 21\.$"),
         ([1.5] * 8, TypeError, r"^`token_ids` of sequence 'a' must be integers; got float64\.$"),
-        ([2**31] * 8, ValueError, r"^`token_ids` of sequence 'a' must fit into int32; got 2147483648"),
+        ([2**31] * 8, ValueError, r"^`token_ids` of sequence 'a' must be in 0 \.\. 2\*\*31 - 1; got 2147483648\."),
+        ([2**70] * 8, ValueError, rf"^`token_ids` of sequence 'a' must be in 0 \.\. 2\*\*31 - 1; got {2**70}\."),
+        ([3, 2**63, -1, 3], ValueError, rf"^`token_ids` of sequence 'a' must be in 0 \.\. .*; got {2**63}\."),
+        ([1, -1] * 4, ValueError, r"^`token_ids` of sequence 'a' must be in 0 \.\. 2\*\*31 - 1; got -1\. Cut padding"),
+        ([[1], [2, 3], 4, 5], ValueError, r"^`token_ids` of sequence 'a' must be one list of integers; got a list of lists"),
         (8, TypeError, r"^`token_ids` of sequence 'a' must be its tokens; got int\.$"),
     ],
 )
@@ -190,6 +194,24 @@ def test_partial_hit_of_30_tokens_shares_16_and_copies_14():
     assert pages.add("b", prompt) == 30
     assert pages.take_copies() == [PageCopy(2, pages.page_ids("b").item(1))]
     assert pages.take_copies() == []
+
+
+def test_partial_hit_is_never_at_a_page_with_keys():
+    pages = make_pages(partial_hits=True)
+    for seq_id, keys in (("a", [Key("tenant", "x")]), ("b", [Key("image", b"i", 6)])):
+        add_committed(pages, seq_id, PROMPT, keys=keys)
+        pages.free(seq_id)
+    no_token = [-(2**31)] * 5
+    for verb in (pages.match, pages.explain, lambda tokens: pages.add("c", tokens), pages.can_allocate, pages.pin):
+        for tokens in (no_token, np.array(no_token, np.int32)):
+            with pytest.raises(ValueError, match=r"^`token_ids` must be in 0 \.\. 2\*\*31 - 1; got -2147483648\."):
+                verb(tokens)
+    # The page of "b" with its image begins as "d" goes on after page 0; the first page of "a" is the tenant's.
+    assert pages.add("d", [*PROMPT[:7], 1]) == 4
+    assert pages.add("e", PROMPT[:3]) == 2
+    assert [copy.src for copy in pages.take_copies()] == [pages.page_ids("d").item(0)]
+    assert pages.match([*PROMPT[:7], 1], keys=[Key("image", b"i", 6)]) == 4
+    assert pages.match([*PROMPT[:3], 1], keys=[Key("tenant", "x")]) == 0
 
 
 def test_explain_says_why_page_by_page():
