@@ -1,5 +1,7 @@
 """The verbs of the prefix cache: what can be hit, why, for how long, and who is told."""
 
+import math
+import numbers
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
@@ -9,6 +11,7 @@ from jaxpaged.config import cdiv
 from jaxpaged.paging.cache import PrefixCache
 from jaxpaged.paging.continuations import NO_TOKEN
 from jaxpaged.paging.digests import (
+    DIGEST_BYTES,
     Digests,
     Key,
     TokenIds,
@@ -98,8 +101,11 @@ class CacheVerbs(PageState):
 
         Raises:
             OutOfPagesError: The pages are free, and all free pages are promised to sequences.
+            TypeError, ValueError: `expires_at` is neither None nor a time.
         """
         tokens, keys = as_tokens(token_ids), check_keys(keys)
+        if expires_at is not None:
+            expires_at = _as_time(expires_at, "`expires_at`")
         cache = self._cache
         if cache is None or len(tokens) < self._page_size:
             return 0
@@ -125,7 +131,7 @@ class CacheVerbs(PageState):
     def expire(self, now: float) -> None:
         """Ends the pins whose time is up: the same clock as their `expires_at`, whichever that is."""
         if self._cache is not None:
-            self._cache.expire(now)
+            self._cache.expire(_as_time(now, "`now`"))
 
     @verb
     def reset(self) -> None:
@@ -242,10 +248,15 @@ class CacheVerbs(PageState):
 
         Returns:
             [n] the page for each content; 0 for one that is here already, whose parent is not, or that has no room.
+
+        Raises:
+            ValueError, TypeError: There is no prefix cache, or the arrays are not those of `cached_pages` of an
+                allocator with this page size.
         """
         cache = self._cache
         if cache is None:
             raise ValueError("`adopt` needs a prefix cache: PageAllocator(prefix_caching=True).")
+        _check_cached_pages(pages, self._page_size)
         digests, parents = (as_digests([x.tobytes()]) for x in (pages.digests, pages.parents))
         room = min(self._pool.num_plain_pages, self.num_free_pages)
         chosen = cache.adoptable(digests, parents)[:room]
@@ -436,3 +447,29 @@ class CacheVerbs(PageState):
 
 
 _LABEL = "`token_ids` of sequence {!r}"
+
+
+def _as_time(value: float, label: str) -> float:
+    """A time as a float: all pins are compared with it."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{label} must be a number of the caller's clock; got {value!r} ({type(value).__name__}).")
+    if math.isnan(value):
+        raise ValueError(f"{label} must be a number of the caller's clock; got nan, which no time reaches.")
+    return float(value)
+
+
+def _check_cached_pages(pages: CachedPages, page_size: int) -> None:
+    """Raises by name for what `cached_pages` of an allocator with this page size cannot have given."""
+    if not isinstance(pages, CachedPages):
+        raise TypeError(f"`pages` must be CachedPages, as `cached_pages` gives them; got {type(pages).__name__}.")
+    count = len(pages.digests)
+    expected = {"digests": (np.uint8, DIGEST_BYTES), "parents": (np.uint8, DIGEST_BYTES)}
+    if pages.tokens is not None:
+        expected["tokens"] = (np.int32, page_size)
+    for name, (dtype, width) in expected.items():
+        array = getattr(pages, name)
+        if array.shape != (count, width) or array.dtype != dtype:
+            raise ValueError(
+                f"`{name}` of `pages` must be {dtype.__name__} [{count}, {width}], for pages of {page_size} tokens; "
+                f"got {array.dtype} {list(array.shape)}."
+            )

@@ -1,5 +1,6 @@
 """Prefix caching, windows, swap and promises, case by case: what the state machine cannot name."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -271,6 +272,43 @@ def test_cached_pages_are_adopted_by_another_pool():
     assert other.match([*PROMPT, 0]) == 12
     assert other.adopt(saved).tolist() == [0] * 5
     assert pages.adopt(saved).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"tokens": np.zeros((5, 8), np.int32)}, ValueError, r"^`tokens` of `pages` must be int32 \[5, 4\], .* \[5, 8\]"),
+        ({"tokens": np.zeros((4, 4), np.int32)}, ValueError, r"^`tokens` of `pages` must be int32 \[5, 4\], .* \[4, 4\]"),
+        ({"tokens": np.zeros((5, 4))}, ValueError, r"^`tokens` of `pages` must be int32 .*; got float64 \[5, 4\]\.$"),
+        ({"digests": np.zeros((5, 8), np.uint8)}, ValueError, r"^`digests` of `pages` must be uint8 \[5, 16\], .*\[5, 8\]"),
+        ({"parents": np.zeros((4, 16), np.uint8)}, ValueError, r"^`parents` of `pages` must be uint8 \[5, 16\], "),
+    ],
+)
+def test_adopt_of_arrays_that_do_not_fit_raises_and_changes_nothing(changed, error, message):
+    pages, other = make_pages(partial_hits=True), make_pages(partial_hits=True)
+    add_committed(pages, "a", PROMPT)
+    saved = dataclasses.replace(pages.cached_pages(), **changed)
+    with pytest.raises(error, match=message):
+        other.adopt(saved)
+    assert other.match([*PROMPT, 0]) == 0
+    assert (other.num_free_pages, other.stats().num_cached_pages) == (20, 0)
+    with pytest.raises(TypeError, match=r"^`pages` must be CachedPages, as `cached_pages` gives them; got int\.$"):
+        other.adopt(5)
+
+
+@pytest.mark.parametrize("bad", ["x", True, 1j, float("nan"), [1.0]])
+def test_pin_and_expire_with_no_time_raise_and_change_nothing(bad):
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    pages.pin(PROMPT[:8], expires_at=np.float32(5))
+    pages.free("a")
+    before = pages.stats()
+    for name, call in (("expires_at", lambda: pages.pin(PROMPT, expires_at=bad)), ("now", lambda: pages.expire(bad))):
+        with pytest.raises((TypeError, ValueError), match=rf"^`{name}` must be a number of the caller's clock; got "):
+            call()
+    assert pages.stats() == before
+    pages.expire(np.int64(5))
+    assert pages.num_free_pages == 20
 
 
 def test_evicted_pages_come_back_from_the_host():
