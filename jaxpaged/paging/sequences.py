@@ -352,17 +352,29 @@ class SequenceVerbs(PageState):
         table = self._table
         promised = table.num_reserved[rows]
         left = np.maximum(0, promised - sum(needed, np.zeros(len(rows), np.intp)))
+        # What is still to come may need fewer: a page that was shared when it was promised may be nobody else's by now.
+        lengths = table.num_tokens[rows]
+        ends = np.maximum(lengths, table.limit[rows])
+        wanted = (-(-ends // self._page_size) - -(-lengths // self._page_size)) * len(self._tables)
+        writes_last = (ends > lengths) & (lengths % self._page_size > 0)
+        for each in self._tables:
+            page_ids = each.last_pages(rows)
+            wanted += writes_last & ((self._pool.ref_counts(page_ids) > 1) | self._pool.kept(page_ids))
+        left = np.minimum(left, wanted)
         self._num_reserved += int(left.sum() - promised.sum())
         table.num_reserved[rows] = left
 
     def _reserve_copies(self, row: int, seq_id: Hashable) -> None:
         """Lets a promise cover the copy of a last page that a fork is about to share."""
         private = sum(self._pool.is_private(table.last_page(row)) for table in self._tables)
-        if private > self.num_free_pages:
-            raise OutOfPagesError(
-                private, self.num_free_pages, f"fork of sequence {seq_id!r}, which has a reservation,"
-            )
-        self._promise(row, self._table.num_reserved.item(row) + private)
+        promised = self._table.num_reserved.item(row)
+        added, _, _ = self._append_cost(row, self._table.limit.item(row) - self._table.num_tokens.item(row))
+        wanted = (added + 1) * len(self._tables)
+        # A fork that ended may have left the promise for a copy behind.
+        more = min(private, max(0, wanted - promised))
+        if more > self.num_free_pages:
+            raise OutOfPagesError(more, self.num_free_pages, f"fork of sequence {seq_id!r}, which has a reservation,")
+        self._promise(row, promised + more)
 
     def _drop(self, seq_id: Hashable) -> None:
         """Forgets a sequence that holds pages."""

@@ -404,6 +404,31 @@ def test_swapped_sequence_keeps_its_length_and_refuses_other_verbs():
     assert "a" not in pages
 
 
+def test_fork_and_free_again_and_again_promises_one_copy_only():
+    pages = PageAllocator(20, 4)
+    pages.add("a", 6)
+    pages.reserve("a", 1)
+    for _ in range(17):
+        pages.fork("a", "child")
+        assert pages.stats().num_reserved_pages == 1
+        pages.free("child")
+    pages.fork("a", "child")
+    assert pages.append("a", 1) == [PageCopy(2, 3)]
+    assert pages.stats().num_reserved_pages == 0
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_append_up_to_the_length_reserved_leaves_nothing_promised(many, count):
+    pages = PageAllocator(20, 4)
+    pages.add("a", 6)
+    pages.fork("a", "child")
+    pages.reserve("a", 2)
+    pages.free("child")
+    pages.append_many(["a"], count) if many else pages.append("a", count)
+    assert pages.stats().num_reserved_pages == 0
+
+
 @pytest.mark.parametrize("verb", ["add", "append", "free"])
 def test_call_from_a_second_thread_inside_a_verb_raises(verb):
     pages, inside, done, refused = PageAllocator(8, 4), threading.Event(), threading.Event(), []
