@@ -82,13 +82,17 @@ class SequenceVerbs(PageState):
         added = -(-(lengths + counts) // self._page_size) - -(-lengths // self._page_size)
         writes_last = (counts > 0) & (lengths % self._page_size > 0)
         copies_last = [self._copying_rows(table, rows, writes_last) for table in self._tables]
-        dead = self._passed_by(rows, lengths)
+        passed = self._passed_by(rows, lengths)
         needed = [added + copying for copying in copies_last]
         total = int(sum(need.sum() for need in needed))
-        freed = int(np.count_nonzero(self._pool.ref_counts(dead) == 1))
+        dead, losses = _distinct(np.concatenate([table.page_ids[at] for table, _, at in passed]).astype(np.intp))
+        freed = int(np.count_nonzero(self._pool.ref_counts(dead) == losses))
         self._require_for_all(rows, sum(needed, np.zeros(len(rows), np.intp)), total - freed)
-        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True) if len(dead) else ():
-            self._pass_windows(row, length)
+        if len(dead):
+            self._pool.drop(dead, losses)
+        for table, num_passed, at in passed:
+            table.page_ids[at] = NULL_PAGE
+            table.num_dead[rows] += num_passed
         copies = self._grow_many(rows, self._take_array(total), needed, copies_last) if total else []
         self._table.num_tokens[rows] += counts
         if self._num_reserved:
@@ -311,8 +315,7 @@ class SequenceVerbs(PageState):
 
     def _release_each(self, page_ids: PageIds) -> None:
         """Gives back one owner of each page for each time that it is given."""
-        distinct, counts = np.unique(page_ids, return_counts=True)
-        self._pool.drop(distinct, counts)
+        self._pool.drop(*_distinct(page_ids))
 
     def _copying_rows(
         self, table: SequenceTable, rows: Rows, writes_last: npt.NDArray[np.bool_]
@@ -330,15 +333,19 @@ class SequenceVerbs(PageState):
             copying[last_first[last[alone]]] = False
         return copying
 
-    def _passed_by(self, rows: Rows, lengths: npt.NDArray[np.intp]) -> PageIds:
-        """The pages that windows leave behind when these rows grow."""
-        passed = [np.zeros(0, np.intp)]
+    def _passed_by(
+        self, rows: Rows, lengths: npt.NDArray[np.intp]
+    ) -> list[tuple[SequenceTable, npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+        """Of each group what its window leaves behind when these rows grow: pages of each row, and their places."""
+        passed = []
         for group, table in zip(self._groups, self._tables, strict=True):
+            num_passed, places = np.zeros_like(rows), np.zeros(0, np.intp)
             if group.sliding_window is not None:
                 num_dead = table.num_dead[rows]
-                counts = group.dead_pages(lengths, self._page_size) - num_dead
-                passed.append(table.page_ids[ragged_arange(table.starts[rows] + num_dead, counts)].astype(np.intp))
-        return np.concatenate(passed)
+                num_passed = group.dead_pages(lengths, self._page_size) - num_dead
+                places = ragged_arange(table.starts[rows] + num_dead, num_passed)
+            passed.append((table, num_passed, places))
+        return passed
 
     def _require_for_all(self, rows: Rows, needed: npt.NDArray[np.intp], total: int) -> None:
         """Raises unless all fit: each may use its own promise, and together what is promised to nobody."""
@@ -455,3 +462,10 @@ class SequenceVerbs(PageState):
             )
         self._check_distinct(seq_ids, rows, "a slot mapping")
         return counts.astype(np.intp)
+
+
+def _distinct(page_ids: PageIds) -> tuple[PageIds, npt.NDArray[np.intp]]:
+    """The pages, in the order of their first places, and how often each is given."""
+    distinct, first, counts = np.unique(page_ids, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    return distinct[order], counts[order]
