@@ -116,6 +116,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             "max_pages_per_seq": self._max_pages,
         }
 
+    @verb
     def can_allocate(
         self, num_tokens: TokenIds | SupportsIndex, *, keys: Iterable[Key] = (), host: HostPages | None = None
     ) -> bool:
@@ -215,6 +216,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         del self._swapped[seq_id]
         return new.astype(np.int32)
 
+    @verb
     def stats(self) -> PageStats:
         """Counts of pages, sequences and tokens. Costs a pass over the pool."""
         num_usable, cache = self._pool.num_pages - 1, self._cache
@@ -235,6 +237,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             num_evictions=cache.num_evictions if cache else 0,
         )
 
+    @verb
     def sharing(self, seq_ids: Sequence[Hashable]) -> SharingStats:
         """What some sequences hold together, and would without sharing: for the beams of a search, for example."""
         rows = self._rows(seq_ids)
@@ -291,7 +294,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
             self._place(seq_id, num_tokens, hits, needed)
             if in_part:
-                self._copies.append(PageCopy(page_id, self.page_ids(seq_id).item(hits.num_pages)))
+                self._copies.append(PageCopy(page_id, self._table.pages(self._table.row(seq_id)).item(hits.num_pages)))
             num_hit = hits.num_pages * self._page_size + in_part
             self._cache.num_hit_tokens += num_hit
             self._cache.num_missed_tokens += num_tokens - num_hit

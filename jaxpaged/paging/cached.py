@@ -57,6 +57,7 @@ class CacheVerbs(PageState):
             self._table.num_indexed[row] = end
         self._pass_windows(row, num_tokens)
 
+    @verb
     def match(self, token_ids: TokenIds, *, keys: Iterable[Key] = ()) -> int:
         """How many tokens of a prompt an `add` now would find; changes nothing."""
         tokens = as_tokens(token_ids)
@@ -66,6 +67,7 @@ class CacheVerbs(PageState):
         hits = self._cache.find(tokens, keys, (len(tokens) - 1) // self._page_size)
         return hits.num_pages * self._page_size + self._partial_hit(tokens, keys, hits.num_pages, hits.chain)[1]
 
+    @verb
     def explain(self, token_ids: TokenIds, *, keys: Iterable[Key] = ()) -> list[PageExplanation]:
         """Page by page, why an `add` of this prompt now would hit it or miss it; changes nothing."""
         tokens, keys = as_tokens(token_ids), check_keys(keys)
@@ -74,20 +76,26 @@ class CacheVerbs(PageState):
         if cache is None:
             reason = "prefix caching is off: PageAllocator(prefix_caching=True) turns it on"
             return [PageExplanation(i, False, 0, 0, reason) for i in range(num_pages)]
-        num_hits = cache.find(tokens, keys, max(0, len(tokens) - 1) // self._page_size).num_pages
+        hits = cache.find(tokens, keys, max(0, len(tokens) - 1) // self._page_size)
+        source, in_part = self._partial_hit(tokens, keys, hits.num_pages, hits.chain)
         chain = self._hash(tokens, keys)
         found = [cache.index.find(cache.tagged(chain, group)) for group in range(len(self._groups))]
-        misses = np.flatnonzero(np.any([ids == 0 for ids in found], axis=0))
-        first_miss = int(misses[0]) if len(misses) else num_pages
         explained = []
         for i in range(num_pages):
-            page_id = int(found[0][i]) if i < len(chain) else 0
+            # A group whose window has passed the page needs none for the hit.
+            holders = [int(ids[i]) for ids in (hits.page_ids if i < hits.num_pages else found) if i < len(ids)]
+            page_id = next((holder for holder in holders if holder), 0)
             owners = self._pool.ref_count(page_id) if page_id else 0
-            if i < num_hits:
-                reason = f"hit: {owners} owners" if owners else "hit: cached, nobody owns it now"
+            if i == hits.num_pages and in_part:
+                page_id, owners = source, self._pool.ref_count(source)
+                reason = f"hit in part: its first {in_part} tokens are copied from page {source}"
+            elif i >= hits.num_pages:
+                reason = self._why_missed(cache, tokens, keys, i, chain, found)
+            elif not page_id:
+                reason = "hit: no token to compute sees it"
             else:
-                reason = self._why_missed(cache, tokens, keys, i, first_miss, chain, found)
-            explained.append(PageExplanation(i, i < num_hits, page_id, owners, reason))
+                reason = f"hit: {owners} owners" if owners else "hit: cached, nobody owns it now"
+            explained.append(PageExplanation(i, i < hits.num_pages, page_id, owners, reason))
         return explained
 
     @verb
@@ -368,25 +376,32 @@ class CacheVerbs(PageState):
         tokens: npt.NDArray[np.int32],
         keys: Sequence[Key],
         i: int,
-        first_miss: int,
         chain: Digests,
         found: list[PageIds],
     ) -> str:
-        """The reason that page i is no hit."""
+        """The reason that page i is no hit: the first page that its successor would see and that a group lacks."""
         size = self._page_size
         if i >= len(chain):
             return f"not full: {len(tokens) - i * size} of {size} tokens"
-        if (i + 1) * size == len(tokens) and i <= first_miss and all(ids[i] for ids in found):
-            return "holds the last token, which is always computed anew"
-        lacking = [group for group, ids in enumerate(found) if ids[i] == 0]
+        lacking = [
+            (start + int(np.argmin(seen)), group)
+            for group, ids in enumerate(found)
+            for start in [self._groups[group].num_dead_pages((i + 1) * size, size)]
+            if not (seen := ids[start : i + 1] > 0).all()
+        ]
         if not lacking:
-            return f"cached, but page {first_miss} before it is not"
-        where = "".join(f" in group {self._groups[lacking[0]].name!r}" for _ in self._groups[1:2])
-        if cache.was_evicted(cache.tagged(chain[i : i + 1], lacking[0])):
+            return "holds the last token, which is always computed anew"
+        first_miss, its_group = min(lacking)
+        own = [group for group, ids in enumerate(found) if ids[i] == 0 and any(group == g for _, g in lacking)]
+        group = own[0] if own else its_group
+        where = f" in group {self._groups[group].name!r}" if len(self._groups) > 1 else ""
+        if not own:
+            return f"cached, but page {first_miss} before it is not{where}"
+        if cache.was_evicted(cache.tagged(chain[i : i + 1], group)):
             return "evicted" + where
-        if keys and cache.index.find(cache.tagged(self._hash(tokens, ())[i : i + 1], lacking[0])).any():
+        if keys and cache.index.find(cache.tagged(self._hash(tokens, ())[i : i + 1], group)).any():
             return f"cached without `keys`, or under others{where}"
-        if i > first_miss:
+        if first_miss < i:
             return f"not cached{where}, nor is page {first_miss} before it"
         return f"never seen{where}, or evicted long ago"
 

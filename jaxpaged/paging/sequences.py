@@ -23,6 +23,7 @@ class SequenceVerbs(PageState):
 
     __slots__ = ()
 
+    @verb
     def num_pages_needed(self, seq_id: Hashable, num_tokens: SupportsIndex = 1) -> int:
         """How many free pages `append(seq_id, num_tokens)` would take, the copy of a shared last page included."""
         row = self._row(seq_id)
@@ -204,12 +205,16 @@ class SequenceVerbs(PageState):
 
     def seq_len(self, seq_id: Hashable) -> int:
         """Tokens of a sequence, also of one that is swapped out."""
+        if self._busy:  # as in `add`
+            raise second_thread("seq_len")
         if self._swapped and seq_id in self._swapped:
             return self._swapped[seq_id].num_tokens
         return self._table.num_tokens.item(self._table.row(seq_id))
 
     def page_ids(self, seq_id: Hashable, *, group: str | None = None) -> npt.NDArray[np.int32]:
         """[num_pages] the pages of a sequence, in order, `NULL_PAGE` where a window has passed; a fresh array."""
+        if self._busy:  # as in `add`
+            raise second_thread("page_ids")
         return self._tables[self._group(group)].pages(self._row(seq_id)).copy()
 
     @verb

@@ -174,7 +174,11 @@ def test_commit_of_other_tokens_than_a_fork_committed_raises():
         ([2**70] * 8, ValueError, rf"^`token_ids` of sequence 'a' must be in 0 \.\. 2\*\*31 - 1; got {2**70}\."),
         ([3, 2**63, -1, 3], ValueError, rf"^`token_ids` of sequence 'a' must be in 0 \.\. .*; got {2**63}\."),
         ([1, -1] * 4, ValueError, r"^`token_ids` of sequence 'a' must be in 0 \.\. 2\*\*31 - 1; got -1\. Cut padding"),
-        ([[1], [2, 3], 4, 5], ValueError, r"^`token_ids` of sequence 'a' must be one list of integers; got a list of lists"),
+        (
+            [[1], [2, 3], 4, 5],
+            ValueError,
+            r"^`token_ids` of sequence 'a' must be one list of integers; got a list of lists",
+        ),
         (8, TypeError, r"^`token_ids` of sequence 'a' must be its tokens; got int\.$"),
     ],
 )
@@ -232,6 +236,51 @@ def test_explain_says_why_page_by_page():
     assert "prefix caching is off" in PageAllocator(8).explain([1])[0].reason
 
 
+@pytest.mark.parametrize("near_first", [False, True])
+def test_explain_with_hybrid_groups_names_pages_that_the_windows_need(near_first):
+    groups = [PageGroup("all"), PageGroup("near", 5)]
+    pages = make_pages(60, groups=groups[::-1] if near_first else groups)
+    pages.add("a", PROMPT)
+    pages.append("a", 0)  # the window passes four pages before they are committed
+    pages.commit("a", PROMPT)
+    prompt = [*PROMPT, 7, 7, 7, 7, 7, 7, 7, 7, 1]
+    assert pages.match(prompt) == 20
+    last = pages.page_ids("a", group="near" if near_first else "all").item(4)
+    said = pages.explain(prompt)
+    assert [(page.hit, page.num_owners) for page in said[:5]] == [(True, 1)] * 5
+    assert [page.page_id for page in said[:4]] == pages.page_ids("a", group="all")[:4].tolist()
+    assert said[4].page_id == last
+    assert said[5].reason == f"never seen in group {'near' if near_first else 'all'!r}, or evicted long ago"
+    assert said[6].reason == f"not cached in group {'near' if near_first else 'all'!r}, nor is page 5 before it"
+    assert said[7].reason == "not full: 1 of 4 tokens"
+    # Of a shorter prompt the window would need pages that were never there.
+    assert pages.match(PROMPT[:17]) == 0
+    said = pages.explain(PROMPT[:17])
+    assert [page.hit for page in said] == [False] * 5
+    assert said[3].reason == "never seen in group 'near', or evicted long ago"
+
+
+def test_explain_of_a_windowed_group_hits_pages_that_no_token_sees():
+    pages = make_pages(60, groups=[PageGroup("near", 5)])
+    add_committed(pages, "a", PROMPT)
+    said = pages.explain([*PROMPT, 0])
+    assert [page.hit for page in said] == [True] * 5 + [False]
+    assert [page.page_id for page in said[:4]] == [0] * 4
+    assert said[0].reason == "hit: no token to compute sees it"
+    assert said[4].reason == "hit: 1 owners"
+
+
+def test_explain_names_a_partial_hit():
+    pages = PageAllocator(21, 16, prefix_caching=True, partial_hits=True)
+    tokens = list(range(64))
+    add_committed(pages, "a", tokens)
+    said = pages.explain([*tokens[:30], 7, 7, 7, 7])
+    assert (said[1].hit, said[1].page_id, said[1].num_owners) == (False, 2, 1)
+    assert [page.reason for page in said] == [
+        "hit: 1 owners", "hit in part: its first 14 tokens are copied from page 2", "not full: 2 of 16 tokens",
+    ]  # fmt: skip
+
+
 # Pins, reset, events, saving
 
 
@@ -277,10 +326,22 @@ def test_cached_pages_are_adopted_by_another_pool():
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"tokens": np.zeros((5, 8), np.int32)}, ValueError, r"^`tokens` of `pages` must be int32 \[5, 4\], .* \[5, 8\]"),
-        ({"tokens": np.zeros((4, 4), np.int32)}, ValueError, r"^`tokens` of `pages` must be int32 \[5, 4\], .* \[4, 4\]"),
+        (
+            {"tokens": np.zeros((5, 8), np.int32)},
+            ValueError,
+            r"^`tokens` of `pages` must be int32 \[5, 4\], .* \[5, 8\]",
+        ),
+        (
+            {"tokens": np.zeros((4, 4), np.int32)},
+            ValueError,
+            r"^`tokens` of `pages` must be int32 \[5, 4\], .* \[4, 4\]",
+        ),
         ({"tokens": np.zeros((5, 4))}, ValueError, r"^`tokens` of `pages` must be int32 .*; got float64 \[5, 4\]\.$"),
-        ({"digests": np.zeros((5, 8), np.uint8)}, ValueError, r"^`digests` of `pages` must be uint8 \[5, 16\], .*\[5, 8\]"),
+        (
+            {"digests": np.zeros((5, 8), np.uint8)},
+            ValueError,
+            r"^`digests` of `pages` must be uint8 \[5, 16\], .*\[5, 8\]",
+        ),
         ({"parents": np.zeros((4, 16), np.uint8)}, ValueError, r"^`parents` of `pages` must be uint8 \[5, 16\], "),
     ],
 )
@@ -429,9 +490,16 @@ def test_append_up_to_the_length_reserved_leaves_nothing_promised(many, count):
     assert pages.stats().num_reserved_pages == 0
 
 
-@pytest.mark.parametrize("verb", ["add", "append", "free"])
-def test_call_from_a_second_thread_inside_a_verb_raises(verb):
-    pages, inside, done, refused = PageAllocator(8, 4), threading.Event(), threading.Event(), []
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        ("add", ("b", 1)), ("append", ("a",)), ("free", ("a",)), ("explain", ([1],)), ("match", ([1],)),
+        ("can_allocate", (1,)), ("num_pages_needed", ("a",)), ("page_ids", ("a",)), ("seq_len", ("a",)),
+        ("sharing", (["a"],)), ("stats", ()), ("snapshot", ()), ("forget_pages", ([1],)),
+    ],
+)  # fmt: skip
+def test_call_from_a_second_thread_inside_a_verb_raises(verb, arguments):
+    pages, inside, done = PageAllocator(8, 4), threading.Event(), threading.Event()
 
     class Slow:
         def __index__(self):
@@ -445,11 +513,10 @@ def test_call_from_a_second_thread_inside_a_verb_raises(verb):
     inside.wait(10)
     try:
         with pytest.raises(RuntimeError, match=rf"^`{verb}` was called while another thread was inside the page"):
-            getattr(pages, verb)(*(("b", 1) if verb == "add" else ("a",)))
+            getattr(pages, verb)(*arguments)
     finally:
         done.set()
         first.join()
-    assert refused == []
     assert pages.seq_len("a") == 3
 
 
