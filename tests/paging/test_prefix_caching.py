@@ -603,3 +603,113 @@ def test_snapshot_shows_each_page_once():
 def test_allocator_with_options_that_do_not_fit_raises(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         PageAllocator(8, 4, **options)
+
+
+# What no other test would notice
+
+
+def test_adopted_pages_are_evicted_from_their_tail():
+    pages, other = make_pages(), make_pages(9)
+    add_committed(pages, "a", PROMPT)
+    other.adopt(pages.cached_pages())
+    for seq_id, hit in enumerate([20, 20, 16, 12, 8, 4, 0]):
+        if seq_id:
+            other.add(seq_id, 4 if seq_id > 1 else 12)
+        assert other.match([*PROMPT, 0]) == hit
+
+
+def test_adopted_pages_are_evicted_before_all_others():
+    pages, other = make_pages(), make_pages(9)
+    add_committed(pages, "a", PROMPT)
+    add_committed(other, "b", [7] * 8)
+    other.free("b")
+    other.adopt(pages.cached_pages())
+    other.add("c", 4 * 6)
+    assert (other.match([*PROMPT, 0]), other.match([7] * 9)) == (0, 8)
+
+
+def test_pin_again_holds_each_page_once():
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    for _ in range(3):
+        pages.pin(PROMPT)
+    pages.free("a")
+    pages.unpin(PROMPT)
+    assert (pages.num_free_pages, pages.stats().num_used_pages) == (20, 0)
+
+
+@pytest.mark.parametrize("position", [200, 259, 260, 263, 264, 1028])
+def test_keys_far_into_a_prompt_part_it_from_their_page_on(position):
+    """Prompts are hashed in parts of 64 pages and more: the pages of each part are counted from the first one."""
+    tokens = list(range(1200))
+    pages = make_pages(700)
+    add_committed(pages, "a", tokens, keys=[Key("tenant", "x", position)])
+    assert pages.match([*tokens, 0], keys=[Key("tenant", "x", position)]) == 1200
+    assert pages.match([*tokens, 0], keys=[Key("tenant", "y", position)]) == position // 4 * 4
+    assert pages.match([*tokens, 0]) == position // 4 * 4
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_append_into_a_page_that_can_be_hit_copies_it(many):
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    pages.truncate("a", 18)
+    assert pages.stats().num_shared_pages == 0
+    copies = pages.append_many(["a"], [1]) if many else pages.append("a", 1)
+    assert copies == [PageCopy(5, 6)]
+    assert pages.page_ids("a").item(4) == 6
+    assert pages.match([*PROMPT, 0]) == 20
+
+
+def test_adopt_leaves_out_pages_whose_parents_are_not_there():
+    pages, other = make_pages(), make_pages()
+    add_committed(pages, "a", PROMPT)
+    saved = pages.cached_pages()
+    orphans = dataclasses.replace(
+        saved, digests=saved.digests[2:], parents=saved.parents[2:], page_ids=saved.page_ids[2:]
+    )
+    assert other.adopt(orphans).tolist() == [0, 0, 0]
+    assert other.stats().num_cached_pages == 0
+    add_committed(other, "a", PROMPT[:8])
+    assert other.adopt(orphans).all()
+    assert other.match([*PROMPT, 0]) == 20
+
+
+def test_pin_of_free_pages_that_are_promised_raises_and_changes_nothing():
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    pages.free("a")
+    pages.add("b", 1)
+    pages.reserve("b", 4 * 3 + 3)
+    before = pages.stats()
+    with pytest.raises(OutOfPagesError, match=r"^pin of 20 tokens needs 5 pages; 3 are free\."):
+        pages.pin(PROMPT)
+    assert pages.stats() == before
+    assert pages.pin(PROMPT[:12]) == 12
+    pages.append("b", 4 * 3 + 3)
+
+
+def test_fork_carries_the_keys_of_its_parent():
+    pages = make_pages()
+    keys = [Key("tenant", "x")]
+    pages.add("a", PROMPT[:2], keys=keys)
+    pages.fork("a", "b")
+    pages.free("a")
+    pages.append("b", 18)
+    pages.commit("b", PROMPT)
+    assert (pages.match([*PROMPT, 0]), pages.match([*PROMPT, 0], keys=keys)) == (0, 20)
+
+
+def test_invalidate_ends_the_pins_of_what_it_forgets():
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    add_committed(pages, "b", [7] * 8)
+    pages.pin(PROMPT)
+    pages.pin([7] * 8)
+    pages.invalidate("a", 8)
+    pages.free("a")
+    pages.free("b")
+    assert pages.num_free_pages == 20 - 2
+    with pytest.raises(ValueError, match="^`token_ids` must be a prefix that is pinned"):
+        pages.unpin(PROMPT)
+    pages.unpin([7] * 8)
