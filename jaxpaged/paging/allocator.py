@@ -23,7 +23,7 @@ from jaxpaged.paging.pool import PagePool
 from jaxpaged.paging.reports import HostPages, PageCopy, PageStats, PoolSnapshot, Restore, SharingStats
 from jaxpaged.paging.sequences import SequenceVerbs
 from jaxpaged.paging.state import SwappedSequence, second_thread, taken, verb
-from jaxpaged.paging.tables import SequenceTable
+from jaxpaged.paging.tables import SequenceTable, unhashable
 
 
 class PageAllocator(SequenceVerbs, CacheVerbs):
@@ -70,6 +70,9 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
                 f"`num_pages` x `page_size` must be < 2**31, for slots are int32; got {num_pages} x {self._page_size}."
             )
         options = {"partial_hits": partial_hits, "offload": offload, "record_events": record_events}
+        for name, on in {"prefix_caching": prefix_caching, **options}.items():
+            if not isinstance(on, bool | np.bool_):
+                raise TypeError(f"`{name}` must be True or False; got {on!r} ({type(on).__name__}).")
         if not prefix_caching and (without := [name for name, on in options.items() if on]):
             raise ValueError(f"`{without[0]}` needs prefix_caching=True.")
         self._groups = check_groups(groups)
@@ -157,7 +160,10 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         try:
             if self._is_simple and type(token_ids) is int and token_ids >= 0:
                 table, pool, needed = self._table, self._pool, -(-token_ids // self._page_size)
-                is_new = seq_id not in table.row_of_seq and seq_id not in self._swapped
+                try:
+                    is_new = seq_id not in table.row_of_seq and seq_id not in self._swapped
+                except TypeError:
+                    raise unhashable("seq_id", seq_id) from None
                 if is_new and needed <= pool.num_plain_pages - self._num_reserved:
                     table.add(seq_id, pool.take(needed), token_ids)
                     return 0
@@ -198,7 +204,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             OutOfPagesError: Too few pages are free.
             ValueError: It is not swapped out.
         """
-        if seq_id not in self._swapped:
+        if seq_id not in self or seq_id not in self._swapped:
             self._table.row(seq_id)
             raise ValueError(f"`seq_id` must be a sequence that is swapped out; got {seq_id!r}, which is not.")
         swapped = self._swapped[seq_id]

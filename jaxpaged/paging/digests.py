@@ -57,7 +57,10 @@ def _encode(part: str | int | bytes) -> bytes:
 
 def check_keys(keys: Iterable[Key]) -> tuple[Key, ...]:
     """The keys, once it is sure that each can be encoded. Raises TypeError or ValueError by name."""
-    keys = tuple(keys)
+    try:
+        keys = tuple(keys)
+    except TypeError:
+        raise TypeError(f"`keys` must be a list of Key; got {keys!r}. Leave it out where there are none.") from None
     for key in keys:
         if not isinstance(key, Key) or type(key.kind) is not str or type(key.value) not in (str, int, bytes):
             raise TypeError(f"`keys` must be Key(kind: str, value: str | int | bytes, position); got {key!r}.")

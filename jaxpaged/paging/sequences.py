@@ -168,7 +168,7 @@ class SequenceVerbs(PageState):
             raise second_thread("free")
         self._busy = True
         try:
-            if self._swapped and seq_id in self._swapped:
+            if self._swapped and seq_id in self and seq_id in self._swapped:
                 del self._swapped[seq_id]
             elif self._is_simple and not self._num_reserved and not self._keys:  # `_drop`, in fewer steps
                 page_ids, shares = self._table.remove(seq_id)
@@ -207,7 +207,7 @@ class SequenceVerbs(PageState):
         """Tokens of a sequence, also of one that is swapped out."""
         if self._busy:  # as in `add`
             raise second_thread("seq_len")
-        if self._swapped and seq_id in self._swapped:
+        if self._swapped and seq_id in self and seq_id in self._swapped:
             return self._swapped[seq_id].num_tokens
         return self._table.num_tokens.item(self._table.row(seq_id))
 

@@ -85,8 +85,29 @@ def test_add_takes_any_hashable_id():
     for seq_id in ["x", 3, ("r", 1), None, frozenset({2})]:
         pages.add(seq_id, 1)
         assert seq_id in pages
-    with pytest.raises(TypeError, match="unhashable"):
-        pages.add([1], 1)
+
+
+@pytest.mark.parametrize("has_swapped", [False, True])
+@pytest.mark.parametrize(
+    "verb", ["add", "append", "free", "truncate", "fork", "seq_len", "page_ids", "swap_in", "swap_out"]
+)
+def test_any_verb_with_an_unhashable_id_raises_by_name(pages, verb, has_swapped):
+    if has_swapped:
+        pages.swap_out("b")
+    arguments = (1,) if verb in ("add", "truncate", "fork") else ()
+    with pytest.raises(TypeError, match=r"^`seq_id` must be hashable, .*; got \[1\] \(list\), which is unhashable\.$"):
+        getattr(pages, verb)([1], *arguments)
+    with pytest.raises(TypeError, match=r"^`seq_id` must be hashable, .*; got \[1\] \(list\), which is unhashable\.$"):
+        pages.page_table(["a", [1]])
+
+
+@pytest.mark.parametrize("bad", [{"a"}, {"a": 1}.keys(), iter(["a"]), (i for i in "a"), "a", None, 5])
+def test_verbs_of_many_sequences_without_a_list_raise_by_name(pages, bad):
+    before = state_of(pages, "a", "b")
+    for call in (pages.append_many, pages.page_table, pages.sharing, lambda ids: pages.slot_mapping(ids, [1])):
+        with pytest.raises(TypeError, match=rf"^`seq_ids` must be a list of sequence ids; got {type(bad).__name__}\. "):
+            call(bad)
+    assert state_of(pages, "a", "b") == before
 
 
 def test_add_beyond_the_free_pages_raises_with_numbers_and_changes_nothing(pages):

@@ -591,6 +591,12 @@ def test_snapshot_shows_each_page_once():
             {"partial_hits": True, "prefix_caching": True, "groups": [PageGroup("w", 4)]},
             "^`partial_hits` must be False",
         ),
+        (
+            {"groups": PageGroup("a")},
+            r"^`groups` must be a list of PageGroup; got PageGroup\(name='a', .*\)\. Put one ",
+        ),
+        ({"prefix_caching": "no"}, r"^`prefix_caching` must be True or False; got 'no' \(str\)\.$"),
+        ({"prefix_caching": True, "offload": 1}, r"^`offload` must be True or False; got 1 \(int\)\.$"),
         ({"groups": []}, r"^`groups` must be at least one PageGroup; got \(\)\.$"),
         (
             {"groups": [PageGroup("a"), PageGroup("a", 3)]},
@@ -713,3 +719,16 @@ def test_invalidate_ends_the_pins_of_what_it_forgets():
     with pytest.raises(ValueError, match="^`token_ids` must be a prefix that is pinned"):
         pages.unpin(PROMPT)
     pages.unpin([7] * 8)
+
+
+def test_keys_of_none_raise_by_name():
+    with pytest.raises(
+        TypeError, match=r"^`keys` must be a list of Key; got None\. Leave it out where there are none\.$"
+    ):
+        make_pages().add("a", PROMPT, keys=None)
+
+
+def test_window_of_a_numpy_integer_becomes_an_int():
+    (group,) = PageAllocator(8, 4, groups=[PageGroup("near", np.int64(5))]).groups
+    assert type(group.sliding_window) is int
+    assert group == PageGroup("near", 5)
