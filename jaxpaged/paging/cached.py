@@ -478,6 +478,7 @@ def _check_cached_pages(pages: CachedPages, page_size: int) -> None:
     if not isinstance(pages, CachedPages):
         raise TypeError(f"`pages` must be CachedPages, as `cached_pages` gives them; got {type(pages).__name__}.")
     count = len(pages.digests)
+    expected: dict[str, tuple[type[np.integer], int]]
     expected = {"digests": (np.uint8, DIGEST_BYTES), "parents": (np.uint8, DIGEST_BYTES)}
     if pages.tokens is not None:
         expected["tokens"] = (np.int32, page_size)
