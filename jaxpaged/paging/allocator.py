@@ -23,7 +23,7 @@ from jaxpaged.paging.pool import PagePool
 from jaxpaged.paging.reports import HostPages, PageCopy, PageStats, PoolSnapshot, Restore, SharingStats
 from jaxpaged.paging.sequences import SequenceVerbs
 from jaxpaged.paging.state import SwappedSequence, second_thread, taken, verb
-from jaxpaged.paging.tables import SequenceTable
+from jaxpaged.paging.tables import SequenceTable, unhashable
 
 
 class PageAllocator(SequenceVerbs, CacheVerbs):
@@ -70,6 +70,9 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
                 f"`num_pages` x `page_size` must be < 2**31, for slots are int32; got {num_pages} x {self._page_size}."
             )
         options = {"partial_hits": partial_hits, "offload": offload, "record_events": record_events}
+        for name, on in {"prefix_caching": prefix_caching, **options}.items():
+            if not isinstance(on, bool | np.bool_):
+                raise TypeError(f"`{name}` must be True or False; got {on!r} ({type(on).__name__}).")
         if not prefix_caching and (without := [name for name, on in options.items() if on]):
             raise ValueError(f"`{without[0]}` needs prefix_caching=True.")
         self._groups = check_groups(groups)
@@ -121,6 +124,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             "max_pages_per_seq": self._max_pages,
         }
 
+    @verb
     def can_allocate(
         self, num_tokens: TokenIds | SupportsIndex, *, keys: Iterable[Key] = (), host: HostPages | None = None
     ) -> bool:
@@ -161,7 +165,10 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         try:
             if self._is_simple and type(token_ids) is int and token_ids >= 0:
                 table, pool, needed = self._table, self._pool, -(-token_ids // self._page_size)
-                is_new = seq_id not in table.row_of_seq and seq_id not in self._swapped
+                try:
+                    is_new = seq_id not in table.row_of_seq and seq_id not in self._swapped
+                except TypeError:
+                    raise unhashable("seq_id", seq_id) from None
                 if is_new and needed <= pool.num_plain_pages - self._num_reserved:
                     table.add(seq_id, pool.take(needed), token_ids)
                     return 0
@@ -202,7 +209,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             OutOfPagesError: Too few pages are free.
             ValueError: It is not swapped out.
         """
-        if seq_id not in self._swapped:
+        if seq_id not in self or seq_id not in self._swapped:
             self._table.row(seq_id)
             raise ValueError(f"`seq_id` must be a sequence that is swapped out; got {seq_id!r}, which is not.")
         swapped = self._swapped[seq_id]
@@ -220,6 +227,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         del self._swapped[seq_id]
         return new.astype(np.int32)
 
+    @verb
     def stats(self) -> PageStats:
         """Counts of pages, sequences and tokens. Costs a pass over the pool."""
         num_usable, cache = self._pool.num_pages - 1, self._cache
@@ -240,6 +248,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             num_evictions=cache.num_evictions if cache else 0,
         )
 
+    @verb
     def sharing(self, seq_ids: Sequence[Hashable]) -> SharingStats:
         """What some sequences hold together, and would without sharing: for the beams of a search, for example."""
         rows = self._rows(seq_ids)
@@ -296,7 +305,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
             self._place(seq_id, num_tokens, hits, needed)
             if in_part:
-                self._copies.append(PageCopy(page_id, self.page_ids(seq_id).item(hits.num_pages)))
+                self._copies.append(PageCopy(page_id, self._table.pages(self._table.row(seq_id)).item(hits.num_pages)))
             num_hit = hits.num_pages * self._page_size + in_part
             self._cache.num_hit_tokens += num_hit
             self._cache.num_missed_tokens += num_tokens - num_hit

@@ -1,5 +1,7 @@
 """The verbs of the prefix cache: what can be hit, why, for how long, and who is told."""
 
+import math
+import numbers
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
@@ -9,6 +11,7 @@ from jaxpaged.config import cdiv
 from jaxpaged.paging.cache import PrefixCache
 from jaxpaged.paging.continuations import NO_TOKEN
 from jaxpaged.paging.digests import (
+    DIGEST_BYTES,
     Digests,
     Key,
     TokenIds,
@@ -23,7 +26,7 @@ from jaxpaged.paging.lru import PageIds
 from jaxpaged.paging.pool import OutOfPagesError
 from jaxpaged.paging.reports import CachedPages, Eviction, PageCopy, PageEvent, PageExplanation, Restore
 from jaxpaged.paging.state import PageState, verb
-from jaxpaged.paging.tables import SequenceTable
+from jaxpaged.paging.tables import Rows, SequenceTable
 
 
 class CacheVerbs(PageState):
@@ -54,6 +57,7 @@ class CacheVerbs(PageState):
             self._table.num_indexed[row] = end
         self._pass_windows(row, num_tokens)
 
+    @verb
     def match(self, token_ids: TokenIds, *, keys: Iterable[Key] = ()) -> int:
         """How many tokens of a prompt an `add` now would find; changes nothing."""
         tokens = as_tokens(token_ids)
@@ -63,6 +67,7 @@ class CacheVerbs(PageState):
         hits = self._cache.find(tokens, keys, (len(tokens) - 1) // self._page_size)
         return hits.num_pages * self._page_size + self._partial_hit(tokens, keys, hits.num_pages, hits.chain)[1]
 
+    @verb
     def explain(self, token_ids: TokenIds, *, keys: Iterable[Key] = ()) -> list[PageExplanation]:
         """Page by page, why an `add` of this prompt now would hit it or miss it; changes nothing."""
         tokens, keys = as_tokens(token_ids), check_keys(keys)
@@ -71,20 +76,26 @@ class CacheVerbs(PageState):
         if cache is None:
             reason = "prefix caching is off: PageAllocator(prefix_caching=True) turns it on"
             return [PageExplanation(i, False, 0, 0, reason) for i in range(num_pages)]
-        num_hits = cache.find(tokens, keys, max(0, len(tokens) - 1) // self._page_size).num_pages
+        hits = cache.find(tokens, keys, max(0, len(tokens) - 1) // self._page_size)
+        source, in_part = self._partial_hit(tokens, keys, hits.num_pages, hits.chain)
         chain = self._hash(tokens, keys)
         found = [cache.index.find(cache.tagged(chain, group)) for group in range(len(self._groups))]
-        misses = np.flatnonzero(np.any([ids == 0 for ids in found], axis=0))
-        first_miss = int(misses[0]) if len(misses) else num_pages
         explained = []
         for i in range(num_pages):
-            page_id = int(found[0][i]) if i < len(chain) else 0
+            # A group whose window has passed the page needs none for the hit.
+            holders = [int(ids[i]) for ids in (hits.page_ids if i < hits.num_pages else found) if i < len(ids)]
+            page_id = next((holder for holder in holders if holder), 0)
             owners = self._pool.ref_count(page_id) if page_id else 0
-            if i < num_hits:
-                reason = f"hit: {owners} owners" if owners else "hit: cached, nobody owns it now"
+            if i == hits.num_pages and in_part:
+                page_id, owners = source, self._pool.ref_count(source)
+                reason = f"hit in part: its first {in_part} tokens are copied from page {source}"
+            elif i >= hits.num_pages:
+                reason = self._why_missed(cache, tokens, keys, i, chain, found)
+            elif not page_id:
+                reason = "hit: no token to compute sees it"
             else:
-                reason = self._why_missed(cache, tokens, keys, i, first_miss, chain, found)
-            explained.append(PageExplanation(i, i < num_hits, page_id, owners, reason))
+                reason = f"hit: {owners} owners" if owners else "hit: cached, nobody owns it now"
+            explained.append(PageExplanation(i, i < hits.num_pages, page_id, owners, reason))
         return explained
 
     @verb
@@ -98,8 +109,11 @@ class CacheVerbs(PageState):
 
         Raises:
             OutOfPagesError: The pages are free, and all free pages are promised to sequences.
+            TypeError, ValueError: `expires_at` is neither None nor a time.
         """
         tokens, keys = as_tokens(token_ids), check_keys(keys)
+        if expires_at is not None:
+            expires_at = _as_time(expires_at, "`expires_at`")
         cache = self._cache
         if cache is None or len(tokens) < self._page_size:
             return 0
@@ -125,7 +139,7 @@ class CacheVerbs(PageState):
     def expire(self, now: float) -> None:
         """Ends the pins whose time is up: the same clock as their `expires_at`, whichever that is."""
         if self._cache is not None:
-            self._cache.expire(now)
+            self._cache.expire(_as_time(now, "`now`"))
 
     @verb
     def reset(self) -> None:
@@ -140,24 +154,56 @@ class CacheVerbs(PageState):
 
         For pages whose import failed: they count as missed, nobody hits them from now on. Costs a pass over the pool.
 
+        A sequence can be computed anew from there only where its windows still have the pages that the first token to
+        compute sees. One that lacks some of them gets new pages in the place of all that its windows have passed, and
+        has to be computed anew from token 0; pages that are still right are then written again with what they hold.
+
         Returns:
-            The sequences that hold one of those pages, this one included: they have to be computed anew from there.
+            The sequences that hold one of those pages, this one included: they have to be computed anew from there, or
+            from token 0 where no entry of `page_ids` is `NULL_PAGE` now.
 
         Raises:
             ValueError, TypeError: No such sequence, or the count is none within its length.
+            OutOfPagesError: Too few pages are free for the new ones. The contents can still be hit: `forget_pages`.
         """
         row = self._row(seq_id)
-        first = self._within(row, seq_id, num_valid_tokens, "`num_valid_tokens`") // self._page_size
-        wrong = np.zeros(self._pool.num_pages, np.bool_)
-        for table in self._tables:
-            wrong[table.pages(row)[first:]] = True
-        wrong[0] = False
-        if self._cache is not None:
-            leaving = self._cache.descendants(np.flatnonzero(wrong))
-            wrong[leaving] = True
-            self._cache.unpin_pages(wrong)
-            self._cache.leave(leaving)
-        return [self._table.seq_ids()[place] for place in self._shorten_indexed(wrong)]
+        num_valid = self._within(row, seq_id, num_valid_tokens, "`num_valid_tokens`")
+        page_ids = [table.pages(row)[num_valid // self._page_size :].astype(np.intp) for table in self._tables]
+        wrong, leaving = self._wrong_pages(np.concatenate(page_ids))
+        rows = self._table.all_rows()
+        valid = self._num_right_pages(rows, wrong) * self._page_size  # by row; past the end where all are right
+        if num_valid < self._table.num_tokens.item(row):
+            valid[row] = min(valid.item(row), num_valid)
+        lacking = [i for i in rows.tolist() if self._lacks_pages(i, valid.item(i))]
+        needed = sum(table.num_dead.item(i) for table in self._tables for i in lacking)
+        if needed > self.num_free_pages:
+            raise OutOfPagesError(needed, self.num_free_pages, f"invalidate of sequence {seq_id!r}")
+        self._forget(wrong, leaving)
+        np.minimum(self._table.num_indexed, valid // self._page_size, out=self._table.num_indexed)
+        for i in lacking:
+            self._restore_dead(i)
+        holding = (valid[rows] < self._table.num_tokens[rows]).tolist()
+        return [name for name, holds in zip(self._table.seq_ids(), holding, strict=True) if holds]
+
+    @verb
+    def forget_pages(self, page_ids: npt.NDArray[np.integer]) -> None:
+        """Forgets the content of these pages, and of all that continues them, whoever holds them.
+
+        For pages whose import failed where `invalidate` finds no room: free their sequences, and add them again later.
+        Costs a pass over the pool.
+
+        Raises:
+            ValueError: An id that is none of the pool's pages.
+        """
+        page_ids = np.asarray(page_ids, np.intp)
+        if len(page_ids) and not 0 < page_ids.min() <= page_ids.max() < self._pool.num_pages:
+            raise ValueError(
+                f"`page_ids` must be in 1 .. {self._pool.num_pages - 1}; got {page_ids.min()} .. {page_ids.max()}."
+            )
+        wrong, leaving = self._wrong_pages(page_ids)
+        self._forget(wrong, leaving)
+        right = self._num_right_pages(self._table.all_rows(), wrong)
+        np.minimum(self._table.num_indexed, right, out=self._table.num_indexed)
 
     @verb
     def take_copies(self) -> list[PageCopy]:
@@ -210,10 +256,15 @@ class CacheVerbs(PageState):
 
         Returns:
             [n] the page for each content; 0 for one that is here already, whose parent is not, or that has no room.
+
+        Raises:
+            ValueError, TypeError: There is no prefix cache, or the arrays are not those of `cached_pages` of an
+                allocator with this page size.
         """
         cache = self._cache
         if cache is None:
             raise ValueError("`adopt` needs a prefix cache: PageAllocator(prefix_caching=True).")
+        _check_cached_pages(pages, self._page_size)
         digests, parents = (as_digests([x.tobytes()]) for x in (pages.digests, pages.parents))
         room = min(self._pool.num_plain_pages, self.num_free_pages)
         chosen = cache.adoptable(digests, parents)[:room]
@@ -325,25 +376,32 @@ class CacheVerbs(PageState):
         tokens: npt.NDArray[np.int32],
         keys: Sequence[Key],
         i: int,
-        first_miss: int,
         chain: Digests,
         found: list[PageIds],
     ) -> str:
-        """The reason that page i is no hit."""
+        """The reason that page i is no hit: the first page that its successor would see and that a group lacks."""
         size = self._page_size
         if i >= len(chain):
             return f"not full: {len(tokens) - i * size} of {size} tokens"
-        if (i + 1) * size == len(tokens) and i <= first_miss and all(ids[i] for ids in found):
-            return "holds the last token, which is always computed anew"
-        lacking = [group for group, ids in enumerate(found) if ids[i] == 0]
+        lacking = [
+            (start + int(np.argmin(seen)), group)
+            for group, ids in enumerate(found)
+            for start in [self._groups[group].num_dead_pages((i + 1) * size, size)]
+            if not (seen := ids[start : i + 1] > 0).all()
+        ]
         if not lacking:
-            return f"cached, but page {first_miss} before it is not"
-        where = "".join(f" in group {self._groups[lacking[0]].name!r}" for _ in self._groups[1:2])
-        if cache.was_evicted(cache.tagged(chain[i : i + 1], lacking[0])):
+            return "holds the last token, which is always computed anew"
+        first_miss, its_group = min(lacking)
+        own = [group for group, ids in enumerate(found) if ids[i] == 0 and any(group == g for _, g in lacking)]
+        group = own[0] if own else its_group
+        where = f" in group {self._groups[group].name!r}" if len(self._groups) > 1 else ""
+        if not own:
+            return f"cached, but page {first_miss} before it is not{where}"
+        if cache.was_evicted(cache.tagged(chain[i : i + 1], group)):
             return "evicted" + where
-        if keys and cache.index.find(cache.tagged(self._hash(tokens, ())[i : i + 1], lacking[0])).any():
+        if keys and cache.index.find(cache.tagged(self._hash(tokens, ())[i : i + 1], group)).any():
             return f"cached without `keys`, or under others{where}"
-        if i > first_miss:
+        if first_miss < i:
             return f"not cached{where}, nor is page {first_miss} before it"
         return f"never seen{where}, or evicted long ago"
 
@@ -356,16 +414,43 @@ class CacheVerbs(PageState):
         """The digests of a prompt's full pages."""
         return hash_pages(tokens, self._page_size, parent=root_digest(self._page_size), keys=keys)
 
-    def _shorten_indexed(self, wrong: npt.NDArray[np.bool_]) -> list[int]:
-        """Lets no sequence count a wrong page as indexed; the places of the sequences that hold one."""
-        rows = self._table.all_rows()
-        holding: set[int] = set()
+    def _wrong_pages(self, page_ids: PageIds) -> tuple[npt.NDArray[np.bool_], PageIds]:
+        """[num_pages] which pages are wrong when these are; and those of them that can be hit."""
+        wrong = np.zeros(self._pool.num_pages, np.bool_)
+        wrong[page_ids] = True
+        wrong[0] = False
+        leaving = np.zeros(0, np.intp) if self._cache is None else self._cache.descendants(np.flatnonzero(wrong))
+        wrong[leaving] = True
+        return wrong, leaving
+
+    def _forget(self, wrong: npt.NDArray[np.bool_], leaving: PageIds) -> None:
+        if self._cache is not None:
+            self._cache.unpin_pages(wrong)
+            self._cache.leave(leaving)
+
+    def _num_right_pages(self, rows: Rows, wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+        """By row the pages before the first wrong one of any group; more than any sequence has where none is wrong."""
+        right = np.full(len(self._table.starts), 2**31, np.intp)
         for table in self._tables:
             places, indices, page_ids = table.entries(rows)
             hit = wrong[page_ids]
-            np.minimum.at(self._table.num_indexed, rows[places[hit]], indices[hit])
-            holding.update(np.unique(places[hit]).tolist())
-        return sorted(holding)
+            np.minimum.at(right, rows[places[hit]], indices[hit])
+        return right
+
+    def _lacks_pages(self, row: int, num_valid: int) -> bool:
+        """Whether a window has passed pages that token `num_valid` sees."""
+        return any(
+            table.num_dead.item(row) > group.num_dead_pages(num_valid, self._page_size)
+            for group, table in zip(self._groups, self._tables, strict=True)
+        )
+
+    def _restore_dead(self, row: int) -> None:
+        """Gives a row new pages, with nothing in them, in the place of those that its windows have passed."""
+        self._table.num_indexed[row] = 0
+        for table in self._tables:
+            num_dead = table.num_dead.item(row)
+            table.pages(row)[:num_dead] = self._take_array(num_dead)
+            table.num_dead[row] = 0
 
     def _checked_length(self, row: int, seq_id: Hashable, token_ids: TokenIds) -> int:
         if not isinstance(token_ids, np.ndarray | list | tuple | range):
@@ -377,3 +462,30 @@ class CacheVerbs(PageState):
 
 
 _LABEL = "`token_ids` of sequence {!r}"
+
+
+def _as_time(value: float, label: str) -> float:
+    """A time as a float: all pins are compared with it."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{label} must be a number of the caller's clock; got {value!r} ({type(value).__name__}).")
+    if math.isnan(value):
+        raise ValueError(f"{label} must be a number of the caller's clock; got nan, which no time reaches.")
+    return float(value)
+
+
+def _check_cached_pages(pages: CachedPages, page_size: int) -> None:
+    """Raises by name for what `cached_pages` of an allocator with this page size cannot have given."""
+    if not isinstance(pages, CachedPages):
+        raise TypeError(f"`pages` must be CachedPages, as `cached_pages` gives them; got {type(pages).__name__}.")
+    count = len(pages.digests)
+    expected: dict[str, tuple[type[np.integer], int]]
+    expected = {"digests": (np.uint8, DIGEST_BYTES), "parents": (np.uint8, DIGEST_BYTES)}
+    if pages.tokens is not None:
+        expected["tokens"] = (np.int32, page_size)
+    for name, (dtype, width) in expected.items():
+        array = getattr(pages, name)
+        if array.shape != (count, width) or array.dtype != dtype:
+            raise ValueError(
+                f"`{name}` of `pages` must be {dtype.__name__} [{count}, {width}], for pages of {page_size} tokens; "
+                f"got {array.dtype} {list(array.shape)}."
+            )

@@ -8,7 +8,8 @@ from jaxpaged.paging.lru import PageIds
 
 _WAYS = 8
 NO_TOKEN = np.int32(-(2**31))
-"""Fills the pages that are never shared in part: those with keys, and those whose tokens nobody told."""
+"""Fills the pages that are never shared in part: those with keys, and those whose tokens nobody told. No prompt has it,
+for `as_tokens` refuses it."""
 
 
 class Continuations:

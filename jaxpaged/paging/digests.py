@@ -57,7 +57,10 @@ def _encode(part: str | int | bytes) -> bytes:
 
 def check_keys(keys: Iterable[Key]) -> tuple[Key, ...]:
     """The keys, once it is sure that each can be encoded. Raises TypeError or ValueError by name."""
-    keys = tuple(keys)
+    try:
+        keys = tuple(keys)
+    except TypeError:
+        raise TypeError(f"`keys` must be a list of Key; got {keys!r}. Leave it out where there are none.") from None
     for key in keys:
         if not isinstance(key, Key) or type(key.kind) is not str or type(key.value) not in (str, int, bytes):
             raise TypeError(f"`keys` must be Key(kind: str, value: str | int | bytes, position); got {key!r}.")
@@ -78,16 +81,29 @@ def group_tag(name: str, sliding_window: int | None) -> np.uint64:
 
 def as_tokens(token_ids: TokenIds, label: str = "`token_ids`") -> npt.NDArray[np.int32]:
     """Tokens as an int32 array of one axis; raises by name for what is none."""
-    tokens = np.asarray(token_ids)
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"{label} must be one list of integers; got a list of lists.") from None
     if tokens.ndim != 1:
         raise ValueError(f"{label} must have one axis; got shape {tokens.shape}.")
-    if tokens.dtype == np.int32 or not len(tokens):
-        return tokens.astype(np.int32, copy=False)
+    if not len(tokens):
+        return tokens.astype(np.int32)
     if tokens.dtype.kind not in "iu":
+        # Integers that are too large for any type of numpy, or for one of them all, come as objects or as floats.
+        given = token_ids if isinstance(token_ids, list | tuple) else ()
+        for token in given:
+            if type(token) is int and not 0 <= token < 2**31:
+                raise ValueError(_range_of(label, token))
         raise TypeError(f"{label} must be integers; got {tokens.dtype}.")
-    if tokens.min() < -(2**31) or tokens.max() >= 2**31:
-        raise ValueError(f"{label} must fit into int32; got {tokens.min()} .. {tokens.max()}.")
-    return tokens.astype(np.int32)
+    for token in (tokens.min(), tokens.max()):
+        if not 0 <= token < 2**31:
+            raise ValueError(_range_of(label, token))
+    return tokens.astype(np.int32, copy=False)
+
+
+def _range_of(label: str, token: int | np.integer) -> str:
+    return f"{label} must be in 0 .. 2**31 - 1; got {token}. Cut padding such as -1 off."
 
 
 def hash_pages(

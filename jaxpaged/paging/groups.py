@@ -42,16 +42,21 @@ def check_groups(groups: Sequence[PageGroup] | None) -> tuple[PageGroup, ...]:
     """The groups; one with full attention where none are given. Raises by name for what cannot be one model's."""
     if groups is None:
         return (PageGroup("full"),)
+    if not isinstance(groups, Sequence):
+        raise TypeError(f"`groups` must be a list of PageGroup; got {groups!r}. Put one alone into a list, too.")
     groups = tuple(groups)
     if not groups or not all(isinstance(group, PageGroup) for group in groups):
         raise TypeError(f"`groups` must be at least one PageGroup; got {groups!r}.")
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
         raise ValueError(f"`groups` must have names of their own; got {names}.")
-    for group in groups:
-        if group.sliding_window is not None:
-            as_count(group.sliding_window, "`sliding_window` of group {!r}", group.name, minimum=1)
-    return groups
+    return tuple(group if group.sliding_window is None else _with_int_window(group) for group in groups)
+
+
+def _with_int_window(group: PageGroup) -> PageGroup:
+    """The same with an int for a window that may be numpy's: traces and files write it."""
+    window = as_count(group.sliding_window, "`sliding_window` of group {!r}", group.name, minimum=1)  # pyright: ignore
+    return dataclasses.replace(group, sliding_window=window)
 
 
 def longest_hit(groups: Sequence[PageGroup], found: Sequence[npt.NDArray[np.intp]], page_size: int) -> int:

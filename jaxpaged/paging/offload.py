@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxpaged.config import NULL_PAGE
 from jaxpaged.paging.allocator import PageAllocator
 from jaxpaged.paging.pool import OutOfPagesError
+from jaxpaged.paging.reports import Eviction
 from jaxpaged.paging.swap import SwapSpace
 
 
@@ -19,7 +21,7 @@ def exchange_pages(
     Call it right after the `add`, before copies are run and anything is written. (After another verb that may evict,
     with the same `seq_id` and its number: then nothing comes in.) Evicted pages for which sequences leave no room are
     lost. A page that the file did not keep whole is as if it had never been found: from there on the sequence is
-    computed anew.
+    computed anew; from its first token on where a window no longer has the pages that are seen from there.
 
     Args:
         pages: With `offload=True`.
@@ -30,22 +32,47 @@ def exchange_pages(
 
     Returns:
         The cache, and how many of the sequence's tokens are in it.
+
+    Raises:
+        OutOfPagesError: A page was lost, and too few are free to compute the sequence anew. It is freed: add it again
+            later.
     """
     restores, evictions = pages.take_restores(), pages.take_evictions()
     # Read first: to make room for the evicted, the space may give up just those that are wanted.
     found, is_found = space.get_pages([restore.digest for restore in restores])
-    if evictions:
-        block = cache.export_pages(np.array([eviction.page_id for eviction in evictions], np.int32))
-        with contextlib.suppress(OutOfPagesError):
-            space.put_pages([eviction.digest for eviction in evictions], block.to_host())
+    _keep(space, cache, evictions)
     page_ids = np.array([restore.page_id for restore in restores], np.int32)
     if is_found.any():
         empty = cache.export_pages(np.zeros(0, np.int32))
         cache = cache.import_pages(page_ids[is_found], type(empty).from_host(found))
     if not is_found.all():
-        num_prefix_tokens = min(num_prefix_tokens, _num_whole_tokens(pages, seq_id, page_ids[~is_found]))
-        pages.invalidate(seq_id, num_prefix_tokens)
+        num_whole = min(num_prefix_tokens, _num_whole_tokens(pages, seq_id, page_ids[~is_found]))
+        num_prefix_tokens = 0 if _window_has_passed(pages, seq_id, num_whole) else num_whole
+        try:
+            pages.invalidate(seq_id, num_whole)
+        except OutOfPagesError:
+            pages.forget_pages(page_ids[~is_found])  # or others would hit them
+            pages.free(seq_id)
+            raise
+        _keep(space, cache, pages.take_evictions())  # made for the new pages of its windows
     return cache, num_prefix_tokens
+
+
+def _keep(space: SwapSpace, cache: Any, evictions: list[Eviction]) -> None:
+    """Moves evicted pages out, as far as there is room."""
+    if evictions:
+        block = cache.export_pages(np.array([eviction.page_id for eviction in evictions], np.int32))
+        with contextlib.suppress(OutOfPagesError):
+            space.put_pages([eviction.digest for eviction in evictions], block.to_host())
+
+
+def _window_has_passed(pages: PageAllocator, seq_id: Hashable, num_tokens: int) -> bool:
+    """Whether token `num_tokens` of a sequence sees pages that it does not hold any more."""
+    tables = {group: pages.page_ids(seq_id, group=group.name) for group in pages.groups}
+    return any(
+        np.count_nonzero(page_ids == NULL_PAGE) > group.num_dead_pages(num_tokens, pages.page_size)
+        for group, page_ids in tables.items()
+    )
 
 
 def _num_whole_tokens(pages: PageAllocator, seq_id: Hashable, lost: np.ndarray) -> int:

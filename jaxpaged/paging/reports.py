@@ -61,7 +61,8 @@ class PageExplanation(NamedTuple):
     Attributes:
         page_index: Which page of the prompt.
         hit: Whether an `add` now would share it.
-        page_id: The page that holds its content, hit or not; 0 where none does.
+        page_id: The page that holds its content, hit or not, of the first group that has one; of a hit in part the page
+            to copy from; 0 where none does.
         num_owners: Of that page.
         reason: In words.
     """

@@ -14,12 +14,16 @@ from jaxpaged.paging.reports import PageCopy
 from jaxpaged.paging.state import PageState, second_thread, taken, verb
 from jaxpaged.paging.tables import Rows, SequenceTable, ragged_arange
 
+_MAX_TOKENS = 2**31
+"""No sequence gets so long: slots are int32."""
+
 
 class SequenceVerbs(PageState):
     """`append`, `fork`, `truncate`, `free`, and the arrays of a step. Each costs O(pages touched)."""
 
     __slots__ = ()
 
+    @verb
     def num_pages_needed(self, seq_id: Hashable, num_tokens: SupportsIndex = 1) -> int:
         """How many free pages `append(seq_id, num_tokens)` would take, the copy of a shared last page included."""
         row = self._row(seq_id)
@@ -71,21 +75,25 @@ class SequenceVerbs(PageState):
         """
         rows = self._rows(seq_ids)
         self._check_distinct(seq_ids, rows, "append_many")
-        counts = self._counts_of(seq_ids, num_tokens)
         lengths = self._table.num_tokens[rows]
+        counts = self._counts_of(seq_ids, lengths, num_tokens)
         if len(rows):
             longest = int(np.argmax(lengths + counts))
             self._check_limit(int(lengths[longest] + counts[longest]), seq_ids[longest])
         added = -(-(lengths + counts) // self._page_size) - -(-lengths // self._page_size)
         writes_last = (counts > 0) & (lengths % self._page_size > 0)
         copies_last = [self._copying_rows(table, rows, writes_last) for table in self._tables]
-        dead = self._passed_by(rows, lengths)
+        passed = self._passed_by(rows, lengths)
         needed = [added + copying for copying in copies_last]
         total = int(sum(need.sum() for need in needed))
-        freed = int(np.count_nonzero(self._pool.ref_counts(dead) == 1))
+        dead, losses = _distinct(np.concatenate([table.page_ids[at] for table, _, at in passed]).astype(np.intp))
+        freed = int(np.count_nonzero(self._pool.ref_counts(dead) == losses))
         self._require_for_all(rows, sum(needed, np.zeros(len(rows), np.intp)), total - freed)
-        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True) if len(dead) else ():
-            self._pass_windows(row, length)
+        if len(dead):
+            self._pool.drop(dead, losses)
+        for table, num_passed, at in passed:
+            table.page_ids[at] = NULL_PAGE
+            table.num_dead[rows] += num_passed
         copies = self._grow_many(rows, self._take_array(total), needed, copies_last) if total else []
         self._table.num_tokens[rows] += counts
         if self._num_reserved:
@@ -160,7 +168,7 @@ class SequenceVerbs(PageState):
             raise second_thread("free")
         self._busy = True
         try:
-            if self._swapped and seq_id in self._swapped:
+            if self._swapped and seq_id in self and seq_id in self._swapped:
                 del self._swapped[seq_id]
             elif self._is_simple and not self._num_reserved and not self._keys:  # `_drop`, in fewer steps
                 page_ids, shares = self._table.remove(seq_id)
@@ -197,12 +205,16 @@ class SequenceVerbs(PageState):
 
     def seq_len(self, seq_id: Hashable) -> int:
         """Tokens of a sequence, also of one that is swapped out."""
-        if self._swapped and seq_id in self._swapped:
+        if self._busy:  # as in `add`
+            raise second_thread("seq_len")
+        if self._swapped and seq_id in self and seq_id in self._swapped:
             return self._swapped[seq_id].num_tokens
         return self._table.num_tokens.item(self._table.row(seq_id))
 
     def page_ids(self, seq_id: Hashable, *, group: str | None = None) -> npt.NDArray[np.int32]:
         """[num_pages] the pages of a sequence, in order, `NULL_PAGE` where a window has passed; a fresh array."""
+        if self._busy:  # as in `add`
+            raise second_thread("page_ids")
         return self._tables[self._group(group)].pages(self._row(seq_id)).copy()
 
     @verb
@@ -308,8 +320,7 @@ class SequenceVerbs(PageState):
 
     def _release_each(self, page_ids: PageIds) -> None:
         """Gives back one owner of each page for each time that it is given."""
-        distinct, counts = np.unique(page_ids, return_counts=True)
-        self._pool.drop(distinct, counts)
+        self._pool.drop(*_distinct(page_ids))
 
     def _copying_rows(
         self, table: SequenceTable, rows: Rows, writes_last: npt.NDArray[np.bool_]
@@ -327,15 +338,19 @@ class SequenceVerbs(PageState):
             copying[last_first[last[alone]]] = False
         return copying
 
-    def _passed_by(self, rows: Rows, lengths: npt.NDArray[np.intp]) -> PageIds:
-        """The pages that windows leave behind when these rows grow."""
-        passed = [np.zeros(0, np.intp)]
+    def _passed_by(
+        self, rows: Rows, lengths: npt.NDArray[np.intp]
+    ) -> list[tuple[SequenceTable, npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+        """Of each group what its window leaves behind when these rows grow: pages of each row, and their places."""
+        passed = []
         for group, table in zip(self._groups, self._tables, strict=True):
+            num_passed, places = np.zeros_like(rows), np.zeros(0, np.intp)
             if group.sliding_window is not None:
                 num_dead = table.num_dead[rows]
-                counts = group.dead_pages(lengths, self._page_size) - num_dead
-                passed.append(table.page_ids[ragged_arange(table.starts[rows] + num_dead, counts)].astype(np.intp))
-        return np.concatenate(passed)
+                num_passed = group.dead_pages(lengths, self._page_size) - num_dead
+                places = ragged_arange(table.starts[rows] + num_dead, num_passed)
+            passed.append((table, num_passed, places))
+        return passed
 
     def _require_for_all(self, rows: Rows, needed: npt.NDArray[np.intp], total: int) -> None:
         """Raises unless all fit: each may use its own promise, and together what is promised to nobody."""
@@ -349,17 +364,29 @@ class SequenceVerbs(PageState):
         table = self._table
         promised = table.num_reserved[rows]
         left = np.maximum(0, promised - sum(needed, np.zeros(len(rows), np.intp)))
+        # What is still to come may need fewer: a page that was shared when it was promised may be nobody else's by now.
+        lengths = table.num_tokens[rows]
+        ends = np.maximum(lengths, table.limit[rows])
+        wanted = (-(-ends // self._page_size) - -(-lengths // self._page_size)) * len(self._tables)
+        writes_last = (ends > lengths) & (lengths % self._page_size > 0)
+        for each in self._tables:
+            page_ids = each.last_pages(rows)
+            wanted += writes_last & ((self._pool.ref_counts(page_ids) > 1) | self._pool.kept(page_ids))
+        left = np.minimum(left, wanted)
         self._num_reserved += int(left.sum() - promised.sum())
         table.num_reserved[rows] = left
 
     def _reserve_copies(self, row: int, seq_id: Hashable) -> None:
         """Lets a promise cover the copy of a last page that a fork is about to share."""
         private = sum(self._pool.is_private(table.last_page(row)) for table in self._tables)
-        if private > self.num_free_pages:
-            raise OutOfPagesError(
-                private, self.num_free_pages, f"fork of sequence {seq_id!r}, which has a reservation,"
-            )
-        self._promise(row, self._table.num_reserved.item(row) + private)
+        promised = self._table.num_reserved.item(row)
+        added, _, _ = self._append_cost(row, self._table.limit.item(row) - self._table.num_tokens.item(row))
+        wanted = (added + 1) * len(self._tables)
+        # A fork that ended may have left the promise for a copy behind.
+        more = min(private, max(0, wanted - promised))
+        if more > self.num_free_pages:
+            raise OutOfPagesError(more, self.num_free_pages, f"fork of sequence {seq_id!r}, which has a reservation,")
+        self._promise(row, promised + more)
 
     def _drop(self, seq_id: Hashable) -> None:
         """Forgets a sequence that holds pages."""
@@ -386,23 +413,36 @@ class SequenceVerbs(PageState):
                 )
 
     def _counts_of(
-        self, seq_ids: Sequence[Hashable], num_tokens: SupportsIndex | Sequence[int] | npt.NDArray[np.integer]
+        self,
+        seq_ids: Sequence[Hashable],
+        lengths: npt.NDArray[np.intp],
+        num_tokens: SupportsIndex | Sequence[int] | npt.NDArray[np.integer],
     ) -> npt.NDArray[np.intp]:
-        """[len(seq_ids)] a count for each sequence."""
-        counts = np.asarray(num_tokens)
-        if counts.ndim == 0:
+        """[len(seq_ids)] a count for each sequence; raises as `append` for one that no pool has pages for."""
+        exact = np.asarray(num_tokens)
+        if exact.ndim == 0:
             count = as_count(num_tokens, "`num_tokens`")  # pyright: ignore[reportArgumentType]
-            return np.full(len(seq_ids), count, np.intp)
-        if counts.shape != (len(seq_ids),):
+            exact = np.full(len(seq_ids), count, np.intp if count < _MAX_TOKENS else object)
+        if exact.shape != (len(seq_ids),):
             raise ValueError(
-                f"`num_tokens` must have one entry for each of the {len(seq_ids)} sequences; got shape {counts.shape}."
+                f"`num_tokens` must have one entry for each of the {len(seq_ids)} sequences; got shape {exact.shape}."
             )
-        if len(seq_ids) and counts.dtype.kind not in "iu":
-            raise TypeError(f"`num_tokens` must be integers; got {counts.dtype}.")
-        if counts.min(initial=0) < 0:
-            i = int(np.argmin(counts))
-            raise ValueError(f"`num_tokens` for sequence {seq_ids[i]!r} must be an integer >= 0; got {counts[i]}.")
-        return counts.astype(np.intp)
+        if exact.dtype.kind not in "iu":  # no integers, or so large that numpy has no type for them
+            entries = zip(num_tokens if exact.dtype != object else exact, seq_ids, strict=True)  # pyright: ignore
+            exact = np.array([as_count(n, "`num_tokens` for sequence {!r}", i) for n, i in entries], object)
+        if exact.min(initial=0) < 0:
+            i = int(np.argmin(exact))
+            raise ValueError(f"`num_tokens` for sequence {seq_ids[i]!r} must be an integer >= 0; got {exact[i]}.")
+        counts = np.minimum(exact, _MAX_TOKENS).astype(np.intp)
+        too_long = lengths + counts >= _MAX_TOKENS
+        if np.count_nonzero(too_long):
+            i = int(np.argmax(too_long))
+            length, count = int(lengths[i]), int(exact[i])
+            self._check_limit(length + count, seq_ids[i])
+            needed = cdiv(length + count, self._page_size) - cdiv(length, self._page_size)
+            what = f"append_many of {count} tokens to sequence {seq_ids[i]!r}"
+            raise OutOfPagesError(needed * len(self._tables), self.num_free_pages, what)
+        return counts
 
     def _checked_counts(
         self,
@@ -427,3 +467,10 @@ class SequenceVerbs(PageState):
             )
         self._check_distinct(seq_ids, rows, "a slot mapping")
         return counts.astype(np.intp)
+
+
+def _distinct(page_ids: PageIds) -> tuple[PageIds, npt.NDArray[np.intp]]:
+    """The pages, in the order of their first places, and how often each is given."""
+    distinct, first, counts = np.unique(page_ids, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    return distinct[order], counts[order]

@@ -16,7 +16,7 @@ from jaxpaged.paging.groups import PageGroup
 from jaxpaged.paging.lru import PageIds
 from jaxpaged.paging.pool import OutOfPagesError, PagePool
 from jaxpaged.paging.reports import PageCopy, Restore
-from jaxpaged.paging.tables import Rows, SequenceTable
+from jaxpaged.paging.tables import Rows, SequenceTable, unhashable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +77,10 @@ class PageState:
     _tables: tuple[SequenceTable, ...]
 
     def __contains__(self, seq_id: Hashable) -> bool:
-        return seq_id in self._table.row_of_seq or seq_id in self._swapped
+        try:
+            return seq_id in self._table.row_of_seq or seq_id in self._swapped
+        except TypeError:
+            raise unhashable("seq_id", seq_id) from None
 
     @property
     def num_free_pages(self) -> int:
@@ -86,12 +89,15 @@ class PageState:
 
     def _row(self, seq_id: Hashable) -> int:
         """The row of a sequence that holds pages."""
-        if self._swapped and seq_id in self._swapped:
+        if self._swapped and seq_id in self and seq_id in self._swapped:
             raise swapped_out(seq_id)
         return self._table.row(seq_id)
 
     def _rows(self, seq_ids: Sequence[Hashable]) -> Rows:
         """The rows of several sequences that hold pages."""
+        if isinstance(seq_ids, str | bytes) or not isinstance(seq_ids, Sequence | np.ndarray):
+            hint = "Make a list of it: its order is that of the rows."
+            raise TypeError(f"`seq_ids` must be a list of sequence ids; got {type(seq_ids).__name__}. {hint}")
         if self._swapped:
             for seq_id in seq_ids:
                 self._row(seq_id)

@@ -71,6 +71,8 @@ class SequenceTable:
             return self.row_of_seq[seq_id]
         except KeyError:
             raise _unknown(seq_id) from None
+        except TypeError:
+            raise unhashable("seq_id", seq_id) from None
 
     def rows(self, seq_ids: Iterable[Hashable]) -> Rows:
         """The rows of several sequences, in their order; not to be written to."""
@@ -80,6 +82,10 @@ class SequenceTable:
                 rows = np.array([self.row_of_seq[seq_id] for seq_id in seq_ids], np.intp)
             except KeyError as error:
                 raise _unknown(error.args[0]) from None
+            except TypeError:
+                for seq_id in seq_ids:
+                    self.row(seq_id)
+                raise
             self._asked = seq_ids, rows
         return self._asked[1]
 
@@ -176,6 +182,8 @@ class SequenceTable:
             row = self.row_of_seq.pop(seq_id)
         except KeyError:
             raise _unknown(seq_id) from None
+        except TypeError:
+            raise unhashable("seq_id", seq_id) from None
         start, count, _, _, num_dead, _, _, shares, _ = _ROW.unpack_from(self._facts, row * _ROW.size)
         self._free_rows.append(row)
         self._asked = None
@@ -244,6 +252,12 @@ class SequenceTable:
         self._facts = memoryview(facts)
         for column, name in enumerate(_COLUMNS):
             setattr(self, name, facts[:, column])
+
+
+def unhashable(name: str, seq_id: object) -> TypeError:
+    """The refusal of a sequence id that cannot be one."""
+    what = f"{seq_id!r} ({type(seq_id).__name__}), which is unhashable"
+    return TypeError(f"`{name}` must be hashable, such as a number, a string or a tuple of those; got {what}.")
 
 
 def _unknown(seq_id: Hashable) -> ValueError:

@@ -85,8 +85,29 @@ def test_add_takes_any_hashable_id():
     for seq_id in ["x", 3, ("r", 1), None, frozenset({2})]:
         pages.add(seq_id, 1)
         assert seq_id in pages
-    with pytest.raises(TypeError, match="unhashable"):
-        pages.add([1], 1)
+
+
+@pytest.mark.parametrize("has_swapped", [False, True])
+@pytest.mark.parametrize(
+    "verb", ["add", "append", "free", "truncate", "fork", "seq_len", "page_ids", "swap_in", "swap_out"]
+)
+def test_any_verb_with_an_unhashable_id_raises_by_name(pages, verb, has_swapped):
+    if has_swapped:
+        pages.swap_out("b")
+    arguments = (1,) if verb in ("add", "truncate", "fork") else ()
+    with pytest.raises(TypeError, match=r"^`seq_id` must be hashable, .*; got \[1\] \(list\), which is unhashable\.$"):
+        getattr(pages, verb)([1], *arguments)
+    with pytest.raises(TypeError, match=r"^`seq_id` must be hashable, .*; got \[1\] \(list\), which is unhashable\.$"):
+        pages.page_table(["a", [1]])
+
+
+@pytest.mark.parametrize("bad", [{"a"}, {"a": 1}.keys(), iter(["a"]), (i for i in "a"), "a", None, 5])
+def test_verbs_of_many_sequences_without_a_list_raise_by_name(pages, bad):
+    before = state_of(pages, "a", "b")
+    for call in (pages.append_many, pages.page_table, pages.sharing, lambda ids: pages.slot_mapping(ids, [1])):
+        with pytest.raises(TypeError, match=rf"^`seq_ids` must be a list of sequence ids; got {type(bad).__name__}\. "):
+            call(bad)
+    assert state_of(pages, "a", "b") == before
 
 
 def test_add_beyond_the_free_pages_raises_with_numbers_and_changes_nothing(pages):
@@ -193,6 +214,38 @@ def test_any_verb_with_an_unknown_id_raises_with_it_and_changes_nothing(pages, c
     with pytest.raises(ValueError, match=r"^`seq_id` must be a sequence that is here .*; got 'z'\.$"):
         call(pages)
     assert state_of(pages, "a", "b", "c", "z") == before
+
+
+HUGE = [2**31 - 6, 2**31, 2**62, 2**63 - 1, 2**64 - 1, 2**70]
+
+
+@pytest.mark.parametrize("count", HUGE)
+@pytest.mark.parametrize("form", ["number", "list", "among others", "array"])
+def test_append_many_of_more_tokens_than_any_pool_holds_raises_as_append_and_changes_nothing(pages, count, form):
+    before = state_of(pages, "a", "b")
+    counts = {"number": count, "list": [1, count], "among others": [count, -0], "array": np.array([count, count])}[form]
+    with pytest.raises(OutOfPagesError, match=rf"^append_many of {count} tokens to sequence '[ab]' needs") as refused:
+        pages.append_many(["a", "b"], counts)
+    length = pages.seq_len(refused.value.what[-2])
+    assert (refused.value.needed, refused.value.free) == (-(-(length + count) // 4) - 2, 6)
+    assert state_of(pages, "a", "b") == before
+
+
+def test_append_many_beyond_the_width_of_the_table_raises_by_name():
+    pages = PageAllocator(11, 4, max_pages_per_seq=3)
+    pages.add("a", 1)
+    with pytest.raises(ValueError, match=rf"^Sequence 'a' must have at most 12 tokens.*; got {2**70 + 1}\.$"):
+        pages.append_many(["a"], [2**70])
+
+
+@pytest.mark.parametrize("bad", [-1, True, 1.0, "1", -(2**70)])
+def test_append_many_with_a_bad_count_raises_with_the_id(pages, bad):
+    before = state_of(pages, "a", "b")
+    with pytest.raises(
+        (ValueError, TypeError), match="^`num_tokens` for sequence '[ab]' must be an integer >= 0; got "
+    ):
+        pages.append_many(["a", "b"], [bad, bad] if bad is True else [1, bad])
+    assert state_of(pages, "a", "b") == before
 
 
 # fork, copy-on-write

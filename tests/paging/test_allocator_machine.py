@@ -337,10 +337,21 @@ class AllocatorMachine(RuleBasedStateMachine):
         for group in self.pages.groups:
             lost.update(self.pages.page_ids(seq_id, group=group.name)[first:].tolist())
         lost.discard(NULL_PAGE)
+        before = self.state()
+        try:
+            affected = self.pages.invalidate(seq_id, valid)
+        except OutOfPagesError:
+            assert len(self.pages.groups) > 1 or self.pages.groups[0].sliding_window
+            assert self.state() == before
+            return
+        self.device.move()  # what was evicted for the pages of windows
         for page_id in lost:
             self.device.slots[page_id] = [STALE] * self.page_size
-        affected = self.pages.invalidate(seq_id, valid)
         for other in affected:
+            for group in self.pages.groups:  # what the first token to compute sees is there
+                page_ids = self.pages.page_ids(other, group=group.name)
+                num_dead = np.count_nonzero(page_ids == NULL_PAGE)
+                assert other != seq_id or num_dead <= group.num_dead_pages(valid, self.page_size)
             self.device.write(other, self.tokens[other], 0, self.keys[other])
 
     @rule()

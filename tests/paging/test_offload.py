@@ -8,11 +8,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from jaxpaged.config import NULL_PAGE
 from jaxpaged.paging import OutOfPagesError, PageAllocator, PageGroup
 from jaxpaged.paging.offload import exchange_pages
 from jaxpaged.paging.swap import SwapSpace
 
 PAGE_SIZE = 2
+PROMPT = list(range(100, 120))
 
 
 class FakeBlock(dict):
@@ -27,8 +29,8 @@ class FakeBlock(dict):
 class FakeCache:
     """A cache in numpy that is updated in place. The KV of a token is the hash of all tokens up to it."""
 
-    def __init__(self, num_pages: int):
-        self.pool = np.zeros((1, num_pages, PAGE_SIZE), np.int64)
+    def __init__(self, num_pages: int, page_size: int = PAGE_SIZE):
+        self.pool = np.zeros((1, num_pages, page_size), np.int64)
 
     def export_pages(self, page_ids):
         return FakeBlock(k=self.pool[:, page_ids])
@@ -242,3 +244,65 @@ def test_exchange_pages_with_hybrid_groups_computes_from_the_first_page_lost_in_
         assert add("b", [0] * 9) == 8
         space._store._file._pages[:] ^= 255
         assert add("a", tokens) < 8
+
+
+@pytest.fixture
+def lost_page(tmp_path):
+    """A hybrid model whose prompt of 20 tokens is all in the file, where page 3 of the full group is damaged."""
+    groups = [PageGroup("full"), PageGroup("near", 5)]
+    pages = PageAllocator(20, 4, prefix_caching=True, offload=True, groups=groups)
+    cache = FakeCache(20, 4)
+    with SwapSpace(0, file=tmp_path / "swap", num_file_pages=40) as space:
+        pages.add("a", PROMPT)
+        pages.commit("a", PROMPT)
+        digest = pages.cached_pages().digests[pages.cached_pages().page_ids == pages.page_ids("a", group="full")[3]]
+        pages.free("a")
+        pages.add("b", [99] * 36)
+        exchange_pages(pages, space, cache, "b", 0)
+        pages.free("b")
+        space._store._file._pages[space._prefixes[digest.tobytes()]] ^= 255
+        yield pages, space, cache
+
+
+def test_exchange_pages_whose_window_has_passed_the_lost_page_computes_from_token_0(lost_page):
+    pages, space, cache = lost_page
+    prompt = [*PROMPT, 7]
+    assert pages.add("c", prompt, host=space) == 20
+    assert NULL_PAGE in pages.page_ids("c", group="near")
+    cache, num_cached = exchange_pages(pages, space, cache, "c", 20)
+    assert (num_cached, space.stats().num_lost_pages) == (0, 1)
+    for group in pages.groups:
+        assert NULL_PAGE not in pages.page_ids("c", group=group.name)
+        assert pages.slot_mapping(["c"], [21], group=group.name).min() >= 4
+    assert pages.match(prompt) == 0
+    pages.commit("c", prompt)
+    assert pages.match(prompt) == 20
+    pages.free("c")
+    assert pages.num_free_pages == 19
+
+
+def test_exchange_pages_without_room_for_the_window_frees_the_sequence_and_nobody_hits_the_lost_page(lost_page):
+    pages, space, cache = lost_page
+    pages.add("big", 4 * 6)  # 12 pages; "c" takes the other 7
+    free = pages.num_free_pages
+    assert pages.add("c", PROMPT[:17], host=space) == 16
+    with pytest.raises(OutOfPagesError, match=r"^invalidate of sequence 'c' needs \d pages; 0 are free\."):
+        exchange_pages(pages, space, cache, "c", 16)
+    assert "c" not in pages
+    assert pages.num_free_pages == free
+    assert pages.match([*PROMPT, 7]) <= 12
+
+
+def test_invalidate_without_room_for_the_window_changes_nothing():
+    pages = PageAllocator(11, 4, prefix_caching=True, groups=[PageGroup("full"), PageGroup("near", 5)])
+    pages.add("a", PROMPT)
+    pages.commit("a", PROMPT)
+    pages.append("a", 0)
+    pages.add("b", 4 * 2)
+    before = pages.stats(), pages.page_ids("a", group="near").tolist(), pages.match([*PROMPT, 7])
+    with pytest.raises(OutOfPagesError, match=r"^invalidate of sequence 'a' needs 4 pages; 0 are free\."):
+        pages.invalidate("a", 8)
+    assert (pages.stats(), pages.page_ids("a", group="near").tolist(), pages.match([*PROMPT, 7])) == before
+    pages.free("b")
+    assert pages.invalidate("a", 8) == ["a"]
+    assert pages.page_ids("a", group="near").all()

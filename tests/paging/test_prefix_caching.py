@@ -1,5 +1,6 @@
 """Prefix caching, windows, swap and promises, case by case: what the state machine cannot name."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -169,7 +170,15 @@ def test_commit_of_other_tokens_than_a_fork_committed_raises():
     [
         ([1] * 21, ValueError, r"^`token_ids` of sequence 'a' must be at most its 20 tokens; got 21\.$"),
         ([1.5] * 8, TypeError, r"^`token_ids` of sequence 'a' must be integers; got float64\.$"),
-        ([2**31] * 8, ValueError, r"^`token_ids` of sequence 'a' must fit into int32; got 2147483648"),
+        ([2**31] * 8, ValueError, r"^`token_ids` of sequence 'a' must be in 0 \.\. 2\*\*31 - 1; got 2147483648\."),
+        ([2**70] * 8, ValueError, rf"^`token_ids` of sequence 'a' must be in 0 \.\. 2\*\*31 - 1; got {2**70}\."),
+        ([3, 2**63, -1, 3], ValueError, rf"^`token_ids` of sequence 'a' must be in 0 \.\. .*; got {2**63}\."),
+        ([1, -1] * 4, ValueError, r"^`token_ids` of sequence 'a' must be in 0 \.\. 2\*\*31 - 1; got -1\. Cut padding"),
+        (
+            [[1], [2, 3], 4, 5],
+            ValueError,
+            r"^`token_ids` of sequence 'a' must be one list of integers; got a list of lists",
+        ),
         (8, TypeError, r"^`token_ids` of sequence 'a' must be its tokens; got int\.$"),
     ],
 )
@@ -192,6 +201,24 @@ def test_partial_hit_of_30_tokens_shares_16_and_copies_14():
     assert pages.take_copies() == []
 
 
+def test_partial_hit_is_never_at_a_page_with_keys():
+    pages = make_pages(partial_hits=True)
+    for seq_id, keys in (("a", [Key("tenant", "x")]), ("b", [Key("image", b"i", 6)])):
+        add_committed(pages, seq_id, PROMPT, keys=keys)
+        pages.free(seq_id)
+    no_token = [-(2**31)] * 5
+    for verb in (pages.match, pages.explain, lambda tokens: pages.add("c", tokens), pages.can_allocate, pages.pin):
+        for tokens in (no_token, np.array(no_token, np.int32)):
+            with pytest.raises(ValueError, match=r"^`token_ids` must be in 0 \.\. 2\*\*31 - 1; got -2147483648\."):
+                verb(tokens)
+    # The page of "b" with its image begins as "d" goes on after page 0; the first page of "a" is the tenant's.
+    assert pages.add("d", [*PROMPT[:7], 1]) == 4
+    assert pages.add("e", PROMPT[:3]) == 2
+    assert [copy.src for copy in pages.take_copies()] == [pages.page_ids("d").item(0)]
+    assert pages.match([*PROMPT[:7], 1], keys=[Key("image", b"i", 6)]) == 4
+    assert pages.match([*PROMPT[:3], 1], keys=[Key("tenant", "x")]) == 0
+
+
 def test_explain_says_why_page_by_page():
     pages = make_pages(8)
     add_committed(pages, "a", PROMPT)
@@ -207,6 +234,51 @@ def test_explain_says_why_page_by_page():
     pages.add("b", 12)
     assert pages.explain([*PROMPT, 0])[4].reason == "evicted"
     assert "prefix caching is off" in PageAllocator(8).explain([1])[0].reason
+
+
+@pytest.mark.parametrize("near_first", [False, True])
+def test_explain_with_hybrid_groups_names_pages_that_the_windows_need(near_first):
+    groups = [PageGroup("all"), PageGroup("near", 5)]
+    pages = make_pages(60, groups=groups[::-1] if near_first else groups)
+    pages.add("a", PROMPT)
+    pages.append("a", 0)  # the window passes four pages before they are committed
+    pages.commit("a", PROMPT)
+    prompt = [*PROMPT, 7, 7, 7, 7, 7, 7, 7, 7, 1]
+    assert pages.match(prompt) == 20
+    last = pages.page_ids("a", group="near" if near_first else "all").item(4)
+    said = pages.explain(prompt)
+    assert [(page.hit, page.num_owners) for page in said[:5]] == [(True, 1)] * 5
+    assert [page.page_id for page in said[:4]] == pages.page_ids("a", group="all")[:4].tolist()
+    assert said[4].page_id == last
+    assert said[5].reason == f"never seen in group {'near' if near_first else 'all'!r}, or evicted long ago"
+    assert said[6].reason == f"not cached in group {'near' if near_first else 'all'!r}, nor is page 5 before it"
+    assert said[7].reason == "not full: 1 of 4 tokens"
+    # Of a shorter prompt the window would need pages that were never there.
+    assert pages.match(PROMPT[:17]) == 0
+    said = pages.explain(PROMPT[:17])
+    assert [page.hit for page in said] == [False] * 5
+    assert said[3].reason == "never seen in group 'near', or evicted long ago"
+
+
+def test_explain_of_a_windowed_group_hits_pages_that_no_token_sees():
+    pages = make_pages(60, groups=[PageGroup("near", 5)])
+    add_committed(pages, "a", PROMPT)
+    said = pages.explain([*PROMPT, 0])
+    assert [page.hit for page in said] == [True] * 5 + [False]
+    assert [page.page_id for page in said[:4]] == [0] * 4
+    assert said[0].reason == "hit: no token to compute sees it"
+    assert said[4].reason == "hit: 1 owners"
+
+
+def test_explain_names_a_partial_hit():
+    pages = PageAllocator(21, 16, prefix_caching=True, partial_hits=True)
+    tokens = list(range(64))
+    add_committed(pages, "a", tokens)
+    said = pages.explain([*tokens[:30], 7, 7, 7, 7])
+    assert (said[1].hit, said[1].page_id, said[1].num_owners) == (False, 2, 1)
+    assert [page.reason for page in said] == [
+        "hit: 1 owners", "hit in part: its first 14 tokens are copied from page 2", "not full: 2 of 16 tokens",
+    ]  # fmt: skip
 
 
 # Pins, reset, events, saving
@@ -249,6 +321,55 @@ def test_cached_pages_are_adopted_by_another_pool():
     assert other.match([*PROMPT, 0]) == 12
     assert other.adopt(saved).tolist() == [0] * 5
     assert pages.adopt(saved).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        (
+            {"tokens": np.zeros((5, 8), np.int32)},
+            ValueError,
+            r"^`tokens` of `pages` must be int32 \[5, 4\], .* \[5, 8\]",
+        ),
+        (
+            {"tokens": np.zeros((4, 4), np.int32)},
+            ValueError,
+            r"^`tokens` of `pages` must be int32 \[5, 4\], .* \[4, 4\]",
+        ),
+        ({"tokens": np.zeros((5, 4))}, ValueError, r"^`tokens` of `pages` must be int32 .*; got float64 \[5, 4\]\.$"),
+        (
+            {"digests": np.zeros((5, 8), np.uint8)},
+            ValueError,
+            r"^`digests` of `pages` must be uint8 \[5, 16\], .*\[5, 8\]",
+        ),
+        ({"parents": np.zeros((4, 16), np.uint8)}, ValueError, r"^`parents` of `pages` must be uint8 \[5, 16\], "),
+    ],
+)
+def test_adopt_of_arrays_that_do_not_fit_raises_and_changes_nothing(changed, error, message):
+    pages, other = make_pages(partial_hits=True), make_pages(partial_hits=True)
+    add_committed(pages, "a", PROMPT)
+    saved = dataclasses.replace(pages.cached_pages(), **changed)
+    with pytest.raises(error, match=message):
+        other.adopt(saved)
+    assert other.match([*PROMPT, 0]) == 0
+    assert (other.num_free_pages, other.stats().num_cached_pages) == (20, 0)
+    with pytest.raises(TypeError, match=r"^`pages` must be CachedPages, as `cached_pages` gives them; got int\.$"):
+        other.adopt(5)
+
+
+@pytest.mark.parametrize("bad", ["x", True, 1j, float("nan"), [1.0]])
+def test_pin_and_expire_with_no_time_raise_and_change_nothing(bad):
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    pages.pin(PROMPT[:8], expires_at=np.float32(5))
+    pages.free("a")
+    before = pages.stats()
+    for name, call in (("expires_at", lambda: pages.pin(PROMPT, expires_at=bad)), ("now", lambda: pages.expire(bad))):
+        with pytest.raises((TypeError, ValueError), match=rf"^`{name}` must be a number of the caller's clock; got "):
+            call()
+    assert pages.stats() == before
+    pages.expire(np.int64(5))
+    assert pages.num_free_pages == 20
 
 
 def test_evicted_pages_come_back_from_the_host():
@@ -344,9 +465,41 @@ def test_swapped_sequence_keeps_its_length_and_refuses_other_verbs():
     assert "a" not in pages
 
 
-@pytest.mark.parametrize("verb", ["add", "append", "free"])
-def test_call_from_a_second_thread_inside_a_verb_raises(verb):
-    pages, inside, done, refused = PageAllocator(8, 4), threading.Event(), threading.Event(), []
+def test_fork_and_free_again_and_again_promises_one_copy_only():
+    pages = PageAllocator(20, 4)
+    pages.add("a", 6)
+    pages.reserve("a", 1)
+    for _ in range(17):
+        pages.fork("a", "child")
+        assert pages.stats().num_reserved_pages == 1
+        pages.free("child")
+    pages.fork("a", "child")
+    assert pages.append("a", 1) == [PageCopy(2, 3)]
+    assert pages.stats().num_reserved_pages == 0
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_append_up_to_the_length_reserved_leaves_nothing_promised(many, count):
+    pages = PageAllocator(20, 4)
+    pages.add("a", 6)
+    pages.fork("a", "child")
+    pages.reserve("a", 2)
+    pages.free("child")
+    pages.append_many(["a"], count) if many else pages.append("a", count)
+    assert pages.stats().num_reserved_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        ("add", ("b", 1)), ("append", ("a",)), ("free", ("a",)), ("explain", ([1],)), ("match", ([1],)),
+        ("can_allocate", (1,)), ("num_pages_needed", ("a",)), ("page_ids", ("a",)), ("seq_len", ("a",)),
+        ("sharing", (["a"],)), ("stats", ()), ("snapshot", ()), ("forget_pages", ([1],)),
+    ],
+)  # fmt: skip
+def test_call_from_a_second_thread_inside_a_verb_raises(verb, arguments):
+    pages, inside, done = PageAllocator(8, 4), threading.Event(), threading.Event()
 
     class Slow:
         def __index__(self):
@@ -360,17 +513,31 @@ def test_call_from_a_second_thread_inside_a_verb_raises(verb):
     inside.wait(10)
     try:
         with pytest.raises(RuntimeError, match=rf"^`{verb}` was called while another thread was inside the page"):
-            getattr(pages, verb)(*(("b", 1) if verb == "add" else ("a",)))
+            getattr(pages, verb)(*arguments)
     finally:
         done.set()
         first.join()
-    assert refused == []
     assert pages.seq_len("a") == 3
 
 
-def test_append_many_does_what_appends_in_turn_do():
+def test_append_many_gives_back_what_windows_pass_also_where_forks_share_it():
+    pages = PageAllocator(9, 4, groups=[PageGroup("near", 4)])
+    pages.add("a", 16)
+    pages.fork("a", "b")
+    pages.add("c", 4 * 4)
+    assert pages.num_free_pages == 0
+    pages.append_many(["a", "b"], 1)
+    assert pages.page_ids("a").tolist()[:3] == pages.page_ids("b").tolist()[:3] == [0, 0, 0]
+    assert pages.num_free_pages == 1
+    for seq_id in ("a", "b", "c"):
+        pages.free(seq_id)
+    assert pages.num_free_pages == 8
+
+
+@pytest.mark.parametrize("groups", [None, [PageGroup("all"), PageGroup("near", 9), PageGroup("by", 5)]])
+def test_append_many_does_what_appends_in_turn_do(groups):
     rng = np.random.default_rng(0)
-    one, many = PageAllocator(2001, 4), PageAllocator(2001, 4)
+    one, many = PageAllocator(2001, 4, groups=groups), PageAllocator(2001, 4, groups=groups)
     for pages in (one, many):
         for seq_id in range(40):
             pages.add(seq_id, seq_id % 9)
@@ -381,8 +548,14 @@ def test_append_many_does_what_appends_in_turn_do():
     for _ in range(8):
         counts = rng.integers(0, 7, len(seq_ids))
         copies = [copy for seq_id, n in zip(seq_ids, counts, strict=True) for copy in one.append(seq_id, int(n))]
-        assert many.append_many(seq_ids, counts) == copies
-        np.testing.assert_array_equal(many.page_table(seq_ids), one.page_table(seq_ids))
+        many_copies = many.append_many(seq_ids, counts)
+        assert len(many_copies) == len(copies)
+        for group in one.groups:
+            tables = [pages.page_table(seq_ids, group=group.name) for pages in (many, one)]
+            np.testing.assert_array_equal(tables[0] > 0, tables[1] > 0)
+            if groups is None:  # where windows give pages back, they are taken in another order
+                assert many_copies == copies
+                np.testing.assert_array_equal(*tables)
     assert many.stats() == one.stats()
 
 
@@ -418,6 +591,12 @@ def test_snapshot_shows_each_page_once():
             {"partial_hits": True, "prefix_caching": True, "groups": [PageGroup("w", 4)]},
             "^`partial_hits` must be False",
         ),
+        (
+            {"groups": PageGroup("a")},
+            r"^`groups` must be a list of PageGroup; got PageGroup\(name='a', .*\)\. Put one ",
+        ),
+        ({"prefix_caching": "no"}, r"^`prefix_caching` must be True or False; got 'no' \(str\)\.$"),
+        ({"prefix_caching": True, "offload": 1}, r"^`offload` must be True or False; got 1 \(int\)\.$"),
         ({"groups": []}, r"^`groups` must be at least one PageGroup; got \(\)\.$"),
         (
             {"groups": [PageGroup("a"), PageGroup("a", 3)]},
@@ -430,3 +609,126 @@ def test_snapshot_shows_each_page_once():
 def test_allocator_with_options_that_do_not_fit_raises(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         PageAllocator(8, 4, **options)
+
+
+# What no other test would notice
+
+
+def test_adopted_pages_are_evicted_from_their_tail():
+    pages, other = make_pages(), make_pages(9)
+    add_committed(pages, "a", PROMPT)
+    other.adopt(pages.cached_pages())
+    for seq_id, hit in enumerate([20, 20, 16, 12, 8, 4, 0]):
+        if seq_id:
+            other.add(seq_id, 4 if seq_id > 1 else 12)
+        assert other.match([*PROMPT, 0]) == hit
+
+
+def test_adopted_pages_are_evicted_before_all_others():
+    pages, other = make_pages(), make_pages(9)
+    add_committed(pages, "a", PROMPT)
+    add_committed(other, "b", [7] * 8)
+    other.free("b")
+    other.adopt(pages.cached_pages())
+    other.add("c", 4 * 6)
+    assert (other.match([*PROMPT, 0]), other.match([7] * 9)) == (0, 8)
+
+
+def test_pin_again_holds_each_page_once():
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    for _ in range(3):
+        pages.pin(PROMPT)
+    pages.free("a")
+    pages.unpin(PROMPT)
+    assert (pages.num_free_pages, pages.stats().num_used_pages) == (20, 0)
+
+
+@pytest.mark.parametrize("position", [200, 259, 260, 263, 264, 1028])
+def test_keys_far_into_a_prompt_part_it_from_their_page_on(position):
+    """Prompts are hashed in parts of 64 pages and more: the pages of each part are counted from the first one."""
+    tokens = list(range(1200))
+    pages = make_pages(700)
+    add_committed(pages, "a", tokens, keys=[Key("tenant", "x", position)])
+    assert pages.match([*tokens, 0], keys=[Key("tenant", "x", position)]) == 1200
+    assert pages.match([*tokens, 0], keys=[Key("tenant", "y", position)]) == position // 4 * 4
+    assert pages.match([*tokens, 0]) == position // 4 * 4
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_append_into_a_page_that_can_be_hit_copies_it(many):
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    pages.truncate("a", 18)
+    assert pages.stats().num_shared_pages == 0
+    copies = pages.append_many(["a"], [1]) if many else pages.append("a", 1)
+    assert copies == [PageCopy(5, 6)]
+    assert pages.page_ids("a").item(4) == 6
+    assert pages.match([*PROMPT, 0]) == 20
+
+
+def test_adopt_leaves_out_pages_whose_parents_are_not_there():
+    pages, other = make_pages(), make_pages()
+    add_committed(pages, "a", PROMPT)
+    saved = pages.cached_pages()
+    orphans = dataclasses.replace(
+        saved, digests=saved.digests[2:], parents=saved.parents[2:], page_ids=saved.page_ids[2:]
+    )
+    assert other.adopt(orphans).tolist() == [0, 0, 0]
+    assert other.stats().num_cached_pages == 0
+    add_committed(other, "a", PROMPT[:8])
+    assert other.adopt(orphans).all()
+    assert other.match([*PROMPT, 0]) == 20
+
+
+def test_pin_of_free_pages_that_are_promised_raises_and_changes_nothing():
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    pages.free("a")
+    pages.add("b", 1)
+    pages.reserve("b", 4 * 3 + 3)
+    before = pages.stats()
+    with pytest.raises(OutOfPagesError, match=r"^pin of 20 tokens needs 5 pages; 3 are free\."):
+        pages.pin(PROMPT)
+    assert pages.stats() == before
+    assert pages.pin(PROMPT[:12]) == 12
+    pages.append("b", 4 * 3 + 3)
+
+
+def test_fork_carries_the_keys_of_its_parent():
+    pages = make_pages()
+    keys = [Key("tenant", "x")]
+    pages.add("a", PROMPT[:2], keys=keys)
+    pages.fork("a", "b")
+    pages.free("a")
+    pages.append("b", 18)
+    pages.commit("b", PROMPT)
+    assert (pages.match([*PROMPT, 0]), pages.match([*PROMPT, 0], keys=keys)) == (0, 20)
+
+
+def test_invalidate_ends_the_pins_of_what_it_forgets():
+    pages = make_pages()
+    add_committed(pages, "a", PROMPT)
+    add_committed(pages, "b", [7] * 8)
+    pages.pin(PROMPT)
+    pages.pin([7] * 8)
+    pages.invalidate("a", 8)
+    pages.free("a")
+    pages.free("b")
+    assert pages.num_free_pages == 20 - 2
+    with pytest.raises(ValueError, match="^`token_ids` must be a prefix that is pinned"):
+        pages.unpin(PROMPT)
+    pages.unpin([7] * 8)
+
+
+def test_keys_of_none_raise_by_name():
+    with pytest.raises(
+        TypeError, match=r"^`keys` must be a list of Key; got None\. Leave it out where there are none\.$"
+    ):
+        make_pages().add("a", PROMPT, keys=None)
+
+
+def test_window_of_a_numpy_integer_becomes_an_int():
+    (group,) = PageAllocator(8, 4, groups=[PageGroup("near", np.int64(5))]).groups
+    assert type(group.sliding_window) is int
+    assert group == PageGroup("near", 5)
