@@ -43,6 +43,7 @@ VERBS = {
     "reset": (),
     "invalidate": ("seq_id", "num_valid_tokens"),
     "adopt": ("pages",),
+    "forget_pages": ("page_ids",),
 }
 """The verbs that change what an allocator decides, and their arguments."""
 

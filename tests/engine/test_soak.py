@@ -14,6 +14,8 @@ from jaxpaged.engine import Engine, FinishReason, NgramSpeculation, SamplingPara
 from jaxpaged.models.llama import Llama
 from jaxpaged.paging.swap import SwapSpace
 
+pytestmark = pytest.mark.slow
+
 CONFIG = LlamaConfig(
     vocab_size=64,
     hidden_size=16,
