@@ -169,7 +169,7 @@ def check_row(index: int, backend: str) -> None:
         case,
         options,
         backend=backend,
-        config=CONFIGS[row["config"]],
+        config=None if backend == "reference" else CONFIGS[row["config"]],  # it cuts nothing, and refuses some
         layer=row["layer"],
         window=row["sliding_window"],
         return_lse=row["return_lse"],

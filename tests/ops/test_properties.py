@@ -152,9 +152,10 @@ def test_paged_attention_traced_window_has_the_bits_of_the_static(q_lens, backen
         chex.assert_trees_all_equal(traced, call(case, backend, config=CUT, sliding_window=window))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("config", [CUT, SPLIT], ids=["cut", "split"])
-def test_paged_attention_logits_of_minus_200_behind_masked_tiles_equal_oracle(config, backend):
+@pytest.mark.parametrize(
+    ("backend", "config"), [*((backend, CUT) for backend in BACKENDS), ("xla", SPLIT), ("interpret", SPLIT)]
+)
+def test_paged_attention_logits_of_minus_200_behind_masked_tiles_equal_oracle(backend, config):
     """Each of 64 drafts sees itself only: of the four tiles of its keys one, and all logits far below zero."""
     case = make_case((64, 70), (64, 40), seed=8)
     case = dataclasses.replace(
@@ -204,3 +205,9 @@ def test_paged_attention_of_a_quantised_cache_equals_that_of_what_it_gives_back(
         for c in (cache, plain)
     ]
     chex.assert_trees_all_close(*results, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", [SPLIT, WHOLE], ids=["split", "whole"])
+def test_paged_attention_by_reference_refuses_batch_invariant_mode(config):
+    with pytest.raises(NotImplementedError, match="`backend='reference'` has no batch-invariant mode: its sums are"):
+        call(make_case(LENS), "reference", config=config)
