@@ -246,8 +246,10 @@ MUTANTS = {
     "triton: scale dropped": (TRITON, "(sm_scale * LOG2E * k_scale)", "(LOG2E * k_scale)", BY_KERNEL),
     "triton: V not zeroed": (
         TRITON,
-        "masked_load(ref.at[layer, page[:, None], kv_head, offset[:, None], dim], live[:, None] & (dim < head_dim))",
-        "ref[layer, page[:, None], kv_head, offset[:, None], dim]",
+        "return masked_load(\n"
+        "            ref.at[layer, page[:, None], kv_head, offset[:, None], dim], live[:, None] & (dim < head_dim)\n"
+        "        )",
+        "return ref[layer, page[:, None], kv_head, offset[:, None], dim]",
         BY_KERNEL,
     ),
     "triton: K scale dropped": (TRITON, "* LOG2E * k_scale)", "* LOG2E)", KERNEL_HEAD),
@@ -452,8 +454,8 @@ MUTANTS = {
     ),
     "allocator: free keeps the pages": (
         SEQUENCES,
-        "self._pool.put(page_ids)",
-        "pass",
+        "else:\n                    self._pool.put(page_ids)",
+        "else:\n                    pass",
         allocator("test_free_then_add_reuses_the_id_and_the_pages"),
     ),
     "allocator: slots of the first tokens": (
