@@ -4,7 +4,9 @@ Both run the built-in model (SmolLM2-135M-Instruct from one GGUF file, dequantis
 from the same prompt ids, and never stop early, so that all rivals make the same tokens: they are compared before
 anything is timed. Rivals of 16 prompts: `generate`, a static batch padded on the left, and `generate_batch`,
 continuous batching over a paged cache, as it comes and with its pool sized by hand; all with sdpa attention. Rival of
-one prompt: `generate`. Loading and the first, compiling run of each are not timed.
+one prompt: `generate`. What the engine's own options bring is measured against the engine without them: prefix caching
+where many prompts begin alike, and n-gram speculation where a text is copied. Loading and the first, compiling run of
+each are not timed.
 
 What to expect: a decode step reads every weight once, 540 MB, whatever the batch. That alone bounds a single stream
 (at 10 GB/s 54 ms a token). A step of 16 multiplies 4.3 GFLOP, a prompt 0.2 a token, at about the same rate on all
@@ -26,6 +28,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # read when JAX is first used
 NUM_PROMPTS, NUM_NEW = 16, 64
 SHORTEST, LONGEST = 8, 256
 PAGE_SIZE = 16
+OURS = "jaxpaged"
+NUM_SHARING, SHARED, NUM_NEW_SHARING = 32, 512, 32
 TEXT = """
 The lighthouse stood at the end of a long spit of sand, and the only road to it was covered twice a day by the sea.
 Every keeper who had lived there left something behind: a shelf of books about birds, a telescope with a cracked lens,
@@ -51,22 +55,45 @@ def make_prompts(tokenizer) -> list[list[int]]:
     return [token_ids[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
+def make_sharing_prompts(tokenizer) -> list[list[int]]:
+    """`SHARED` tokens that all have, and 8 to 24 of their own."""
+    token_ids = 2 * tokenizer.encode(" ".join(TEXT.split()))
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(8, 25, NUM_SHARING)
+    starts = [rng.integers(0, len(token_ids) - n) for n in lengths]
+    own = [token_ids[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+    return [token_ids[:SHARED] + rest for rest in own]
+
+
+def make_copying_prompt(tokenizer) -> list[int]:
+    """A paragraph twice, and the first words of it once more: what follows is a copy."""
+    paragraph = " ".join(TEXT.split()[:96]) + "\n\n"
+    begin = " ".join(TEXT.split()[:6])
+    return tokenizer.encode(2 * paragraph + begin)
+
+
 class Jaxpaged:
-    """Our engine, with a pool for all prompts."""
+    """Our engine, with a pool for all prompts.
 
-    def __init__(self):
+    Args:
+        loaded: What `load_model` returned.
+        num_new: Tokens to generate from each prompt.
+        options: Of the engine. Without prefix caching, or the second run of a prompt would find the first's pages.
+    """
+
+    def __init__(self, loaded, num_new: int = NUM_NEW, **options):
         from jaxpaged.engine import Engine, SamplingParams, SchedulerConfig
-        from jaxpaged.models.loading import load_model
 
-        model, self.tokenizer = load_model()
-        num_pages = NUM_PROMPTS * -(-(LONGEST + NUM_NEW) // PAGE_SIZE) + 1
+        model, self.tokenizer = loaded
+        num_tokens = max(NUM_PROMPTS * (LONGEST + NUM_NEW), NUM_SHARING * (SHARED + 24 + NUM_NEW_SHARING))
+        cache = model.cache_config(num_pages=num_tokens // PAGE_SIZE + 2 * NUM_SHARING, page_size=PAGE_SIZE)
         config = SchedulerConfig(max_model_len=1024)
-        cache = model.cache_config(num_pages=num_pages, page_size=PAGE_SIZE)
-        self.engine = Engine(model, cache, config, prefix_caching=False)  # or the second run would find the first's
-        self.params = SamplingParams(max_new_tokens=NUM_NEW)
+        self.engine = Engine(model, cache, config, **({"prefix_caching": False} | options))
+        self.params = SamplingParams(max_new_tokens=num_new)
 
     def generate(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """New tokens of each prompt."""
+        """New tokens of each prompt, with no page left from before."""
+        self.engine.reset()
         return [list(output.token_ids) for output in self.engine.generate(prompts, self.params)]
 
 
@@ -126,12 +153,23 @@ def check_equal(expected: list[list[int]], actual: list[list[int]], who: str) ->
             raise SystemExit(f"{who} disagrees on prompt {i} from new token {at} on ({len(a)} and {len(b)} tokens).")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description="Tokens a second, by rivals.")
-    parser.add_argument("--runs", type=int, default=3, help="timed runs of each rival, in turn (default 3)")
-    runs = parser.parse_args().runs
+def question(
+    name: str, theirs: str, reach: float | None, timings: dict[str, harness.Timing], num_tokens: int
+) -> harness.Question:
+    return harness.Question(
+        name=name,
+        ours=OURS,
+        theirs=theirs,
+        reach=reach,
+        timings={who: timings[who] for who in (OURS, theirs)},
+        num_tokens=num_tokens,
+    )
+
+
+def against_transformers(loaded, runs: int) -> list[harness.Question]:
+    """16 prompts together, and one alone."""
     torch = harness.import_torch("benchmarks.generate", "transformers", "gguf", "accelerate")
-    ours, theirs = Jaxpaged(), Transformers(torch)
+    ours, theirs = Jaxpaged(loaded), Transformers(torch)
     prompts = make_prompts(ours.tokenizer)
     expected = ours.generate(prompts)
     check_equal(expected, theirs.generate(prompts), "generate")
@@ -142,7 +180,7 @@ def main() -> None:
     static, continuous, by_hand = "generate", "generate_batch", "generate_batch, pool sized by hand"
     batch = harness.compare(
         {
-            "jaxpaged": functools.partial(ours.generate, prompts),
+            OURS: functools.partial(ours.generate, prompts),
             static: functools.partial(theirs.generate, prompts),
             continuous: functools.partial(theirs.generate_batch, prompts),
             by_hand: functools.partial(theirs.generate_batch, prompts, by_hand=True),
@@ -151,30 +189,53 @@ def main() -> None:
         runs=runs,
     )
     single = harness.compare(
-        {"jaxpaged": lambda: ours.generate(prompts[:1]), static: lambda: theirs.generate(prompts[:1])},
+        {OURS: lambda: ours.generate(prompts[:1]), static: lambda: theirs.generate(prompts[:1])},
         warmups=0,
         runs=runs,
     )
-
-    def question(name: str, theirs: str, reach: float | None, timings: dict[str, harness.Timing], num_prompts: int):
-        return harness.Question(
-            name=name,
-            ours="jaxpaged",
-            theirs=theirs,
-            reach=reach,
-            timings={who: timings[who] for who in ("jaxpaged", theirs)},
-            num_tokens=num_prompts * NUM_NEW,
-        )
-
     lengths = sorted(map(len, prompts))
     work = f"{NUM_PROMPTS} prompts of {lengths[0]} to {lengths[-1]} tokens, {NUM_NEW} new tokens each"
-    questions = [
-        question(f"{work}: static batch", static, 1.1, batch, NUM_PROMPTS),
-        question(f"{work}: continuous batching", continuous, 3, batch, NUM_PROMPTS),
-        question(f"{work}: the same, tuned", by_hand, None, batch, NUM_PROMPTS),
-        question(f"one prompt of {len(prompts[0])} tokens, {NUM_NEW} new tokens", static, 1.2, single, 1),
+    num_tokens = NUM_PROMPTS * NUM_NEW
+    return [
+        question(f"{work}: static batch", static, 1.2, batch, num_tokens),
+        question(f"{work}: continuous batching", continuous, 4, batch, num_tokens),
+        question(f"{work}: the same, tuned", by_hand, None, batch, num_tokens),
+        question(f"one prompt of {len(prompts[0])} tokens, {NUM_NEW} new tokens", static, 1.2, single, NUM_NEW),
     ]
-    harness.report("generate", questions)
+
+
+def against_itself(loaded, runs: int) -> list[harness.Question]:
+    """What prefix caching and speculation bring, where they should."""
+    from jaxpaged.engine import NgramSpeculation
+
+    def compare(prompts: list[list[int]], num_new: int, without: str, **options) -> dict[str, harness.Timing]:
+        engines = {OURS: Jaxpaged(loaded, num_new, **options), without: Jaxpaged(loaded, num_new)}
+        expected, actual = (engine.generate(prompts) for engine in engines.values())
+        check_equal(expected, actual, without)
+        rivals = {name: functools.partial(engine.generate, prompts) for name, engine in engines.items()}
+        return harness.compare(rivals, warmups=0, runs=runs)
+
+    sharing, copying = make_sharing_prompts(loaded[1]), make_copying_prompt(loaded[1])
+    uncached, undrafted = "without prefix caching", "without speculation"
+    shared = compare(sharing, NUM_NEW_SHARING, uncached, prefix_caching=True)
+    copied = compare([copying], NUM_NEW, undrafted, speculation=NgramSpeculation())
+    work = f"{NUM_SHARING} prompts that share {SHARED} tokens, {NUM_NEW_SHARING} new tokens each"
+    return [
+        question(f"{work}: prefix caching", uncached, 3, shared, NUM_SHARING * NUM_NEW_SHARING),
+        question(
+            f"a text copied, {len(copying)} tokens, {NUM_NEW} new ones: n-gram drafts", undrafted, 1.5, copied, NUM_NEW
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description="Tokens a second, by rivals.")
+    parser.add_argument("--runs", type=int, default=3, help="timed runs of each rival, in turn (default 3)")
+    runs = parser.parse_args().runs
+    from jaxpaged.models.loading import load_model
+
+    loaded = load_model()
+    harness.report("generate", against_transformers(loaded, runs) + against_itself(loaded, runs))
 
 
 if __name__ == "__main__":
