@@ -14,19 +14,23 @@ import numpy.typing as npt
 from jaxpaged.checks import as_count
 from jaxpaged.config import cdiv
 from jaxpaged.paging import reports
+from jaxpaged.paging.batches import BatchVerbs
 from jaxpaged.paging.cache import ON_HOST, Hits, PrefixCache
 from jaxpaged.paging.cached import CacheVerbs
-from jaxpaged.paging.digests import Key, TokenIds, as_bytes, as_digests, as_tokens, check_keys
+from jaxpaged.paging.commits import CommitVerbs
+from jaxpaged.paging.contents import ContentVerbs
+from jaxpaged.paging.digests import TOKEN_LISTS, Key, TokenIds, as_bytes, as_digests, as_tokens, check_keys
+from jaxpaged.paging.failures import FailureVerbs
 from jaxpaged.paging.groups import PageGroup, check_groups
 from jaxpaged.paging.lru import PageIds
+from jaxpaged.paging.owner import second_thread, verb
 from jaxpaged.paging.pool import PagePool
 from jaxpaged.paging.reports import HostPages, PageCopy, PageStats, PoolSnapshot, Restore, SharingStats
-from jaxpaged.paging.sequences import SequenceVerbs
-from jaxpaged.paging.state import SwappedSequence, second_thread, taken, verb
+from jaxpaged.paging.state import SwappedSequence, taken
 from jaxpaged.paging.tables import SequenceTable, unhashable
 
 
-class PageAllocator(SequenceVerbs, CacheVerbs):
+class PageAllocator(BatchVerbs, CommitVerbs, CacheVerbs, FailureVerbs, ContentVerbs):
     """Hands pages to sequences, shares them between forks and prefixes, and says in which slot each token lies.
 
     A sequence of n tokens holds `ceil(n / page_size)` pages of each group; token t lies in slot
@@ -85,10 +89,13 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         self._cache = PrefixCache(self._pool, self._page_size, self._groups, **options) if prefix_caching else None
         self._tables = tuple(SequenceTable() for _ in self._groups)
         self._table = self._tables[0]
+        pairs = zip(self._groups, self._tables, strict=True)
+        self._windowed = tuple((group, table) for group, table in pairs if group.sliding_window is not None)
         self._keys = {}
         self._swapped = {}
         self._copies, self._restores = [], []
         self._num_reserved = 0
+        self._covers_copy = set()
         self._is_simple = not prefix_caching and self._groups == check_groups(None) and max_pages_per_seq is None
         self._busy = False
 
@@ -297,12 +304,12 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         hits = self._find(token_ids, num_tokens, keys, host)
         needed, idle = self._add_cost(num_tokens, hits)
         self._require(needed, self.num_free_pages - idle, "add", seq_id, num_tokens)
-        if self._cache is None or not isinstance(token_ids, np.ndarray | list | tuple | range):
+        if self._cache is None or not isinstance(token_ids, TOKEN_LISTS):
             self._place(seq_id, num_tokens, hits, needed)
             num_hit = 0
         else:
             # Found before pages are taken: the page to copy from may be one of them, and keeps its content until then.
-            page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
+            page_id, in_part = self._cache.partial_hit(as_tokens(token_ids), keys, hits)
             self._place(seq_id, num_tokens, hits, needed)
             if in_part:
                 self._copies.append(PageCopy(page_id, self._table.pages(self._table.row(seq_id)).item(hits.num_pages)))
@@ -317,7 +324,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         self, token_ids: TokenIds | SupportsIndex, num_tokens: int, keys: tuple[Key, ...], host: HostPages | None
     ) -> Hits:
         """What a new sequence with these tokens would share."""
-        if self._cache is None or num_tokens == 0 or not isinstance(token_ids, np.ndarray | list | tuple | range):
+        if self._cache is None or num_tokens == 0 or not isinstance(token_ids, TOKEN_LISTS):
             return Hits(0, [np.zeros(0, np.intp) for _ in self._groups], np.zeros((0, 2), np.uint64))
         return self._cache.find(as_tokens(token_ids), keys, (num_tokens - 1) // self._page_size, host)
 

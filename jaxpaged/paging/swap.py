@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.checks import as_count
+from jaxpaged.paging.owner import verb
 from jaxpaged.paging.page_layout import Block, num_pages_of
 from jaxpaged.paging.page_store import PageStore, Places
 from jaxpaged.paging.pool import OutOfPagesError
-from jaxpaged.paging.state import verb
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert {name: getattr(refusal.value, name) for name in attributes} == attributes
         assert self.state() == before
 
+    def refused_for_pages(self, refusal, before, *, needed=range(1, 1000), free=range(1000)):
+        """A refusal changed nothing, and says numbers among these."""
+        assert refusal.needed > refusal.free
+        assert refusal.needed in needed
+        assert refusal.free in free
+        assert self.state() == before
+
     # The verbs
 
     @rule(
@@ -144,9 +151,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         try:
             before = self.state()
             num_prefix = self.pages.add(seq_id, argument, keys=keys, host=host)
-        except OutOfPagesError:
+        except OutOfPagesError as refusal:
             assert not fits
-            assert self.state() == before
+            needed = len(self.pages.groups) * self.pages_for(len(tokens))
+            if self.pages._cache is None or as_count:
+                self.refused_for_pages(refusal, before, needed=[needed], free=[free])
+            else:  # hits are not needed, and those that nobody owns are not free
+                num_hits = len(self.pages.groups) * self.pages_for(hit)
+                num_hits = needed if host else num_hits
+                self.refused_for_pages(
+                    refusal, before, needed=range(needed - num_hits, needed + 1), free=range(free - num_hits, free + 1)
+                )
             assert seq_id not in self.pages
             return multiple()
         assert fits
@@ -201,9 +216,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             copies = self.pages.append_many(chosen, counts)
-        except OutOfPagesError:
+        except OutOfPagesError as refusal:
             assert each > self.pages.num_free_pages or len(self.pages.groups) > 1
-            assert self.state() == before
+            free, promised = self.pages.num_free_pages, self.pages.stats().num_reserved_pages
+            most = 1000 if self.pages._windowed else each + 1  # the last of some forks written in turn needs no copy
+            self.refused_for_pages(refusal, before, needed=range(most), free=range(free, free + promised + 1))
             return
         self.device.move(copies)
         for seq_id, new in zip(chosen, news, strict=True):
@@ -237,9 +254,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             self.pages.fork(parent_id, child_id)
-        except OutOfPagesError:
+        except OutOfPagesError as refusal:
             assert reserves  # the promise has to cover the copy of the last page
-            assert self.state() == before
+            self.refused_for_pages(refusal, before, needed=range(len(self.pages.groups) + 1), free=[free])
             return multiple()
         assert self.pages.num_free_pages == free or reserves
         self.tokens[child_id], self.keys[child_id] = list(self.tokens[parent_id]), self.keys[parent_id]
@@ -273,11 +290,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     def reserve(self, seq_id, count):
         if seq_id in self.swapped or len(self.tokens[seq_id]) + count > self.max_tokens:
             return
+        row = self.pages._table.row(seq_id)
+        available = self.pages.num_free_pages + self.pages._table.num_reserved.item(row)
+        needed = range(1000) if self.pages._windowed else [self.pages.num_pages_needed(seq_id, count)]
         before = self.state()
         try:
             self.pages.reserve(seq_id, count)
-        except OutOfPagesError:
-            assert self.state() == before
+        except OutOfPagesError as refusal:
+            self.refused_for_pages(refusal, before, needed=needed, free=[available])
             return
         self.promised[seq_id] = len(self.tokens[seq_id]) + count
 
@@ -306,8 +326,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             num_pinned = self.pages.pin(tokens, keys=keys, expires_at=expires_at)
-        except OutOfPagesError:
-            assert self.state() == before
+        except OutOfPagesError as refusal:
+            self.refused_for_pages(refusal, before, free=[self.pages.num_free_pages])
             return
         assert num_pinned <= len(tokens)
         if self.pages._cache is not None and len(tokens) >= self.page_size:
@@ -340,9 +360,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             affected = self.pages.invalidate(seq_id, valid)
-        except OutOfPagesError:
-            assert len(self.pages.groups) > 1 or self.pages.groups[0].sliding_window
-            assert self.state() == before
+        except OutOfPagesError as refusal:
+            assert self.pages._windowed
+            self.refused_for_pages(refusal, before, free=[self.pages.num_free_pages])
             return
         self.device.move()  # what was evicted for the pages of windows
         for page_id in lost:
@@ -464,6 +484,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         reserved = sum(self.pages._table.num_reserved.item(self.pages._table.row(i)) for i in self.live())
         assert self.pages.stats().num_reserved_pages == reserved
         assert self.pages.num_free_pages == self.pages._pool.num_free_pages - reserved >= 0
+        for seq_id in self.live():  # nobody is promised more than it could use
+            row = self.pages._table.row(seq_id)
+            left = max(0, self.pages._table.limit.item(row) - len(self.tokens[seq_id]))
+            added, _, copies = self.pages._append_cost(row, left)
+            assert self.pages._table.num_reserved.item(row) <= added * len(self.pages.groups) + sum(copies)
         for seq_id, limit in self.promised.items():
             if limit > (length := len(self.tokens[seq_id])):
                 row = self.pages._table.row(seq_id)

@@ -225,7 +225,7 @@ def test_explain_says_why_page_by_page():
     said = pages.explain([*PROMPT[:8], 1, 2, 3, 4, 5])
     assert [page.hit for page in said] == [True, True, False, False]
     assert [page.reason for page in said] == [
-        "hit: 1 owners", "hit: 1 owners", "never seen, or evicted long ago", "not full: 1 of 4 tokens",
+        "hit: 1 owner", "hit: 1 owner", "never seen, or evicted long ago", "not full: 1 of 4 tokens",
     ]  # fmt: skip
     assert pages.explain(PROMPT)[4].reason == "holds the last token, which is always computed anew"
     assert pages.explain(PROMPT, keys=[Key("adapter", "x")])[0].reason == "cached without `keys`, or under others"
@@ -267,7 +267,7 @@ def test_explain_of_a_windowed_group_hits_pages_that_no_token_sees():
     assert [page.hit for page in said] == [True] * 5 + [False]
     assert [page.page_id for page in said[:4]] == [0] * 4
     assert said[0].reason == "hit: no token to compute sees it"
-    assert said[4].reason == "hit: 1 owners"
+    assert said[4].reason == "hit: 1 owner"
 
 
 def test_explain_names_a_partial_hit():
@@ -277,7 +277,7 @@ def test_explain_names_a_partial_hit():
     said = pages.explain([*tokens[:30], 7, 7, 7, 7])
     assert (said[1].hit, said[1].page_id, said[1].num_owners) == (False, 2, 1)
     assert [page.reason for page in said] == [
-        "hit: 1 owners", "hit in part: its first 14 tokens are copied from page 2", "not full: 2 of 16 tokens",
+        "hit: 1 owner", "hit in part: its first 14 tokens are copied from page 2", "not full: 2 of 16 tokens",
     ]  # fmt: skip
 
 
@@ -473,21 +473,77 @@ def test_fork_and_free_again_and_again_promises_one_copy_only():
         pages.fork("a", "child")
         assert pages.stats().num_reserved_pages == 1
         pages.free("child")
+        assert pages.stats().num_reserved_pages == 0
     pages.fork("a", "child")
     assert pages.append("a", 1) == [PageCopy(2, 3)]
     assert pages.stats().num_reserved_pages == 0
 
 
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda pages: pages.free("child"),
+        lambda pages: pages.truncate("child", 4),
+        lambda pages: pages.append("child"),
+        lambda pages: pages.append_many(["child"], [1]),
+        lambda pages: pages.append_many(["child", "b"], [1, 2]),
+        lambda pages: pages.swap_out("child"),
+    ],
+)
+def test_copy_that_was_promised_is_given_back_when_a_fork_leaves_the_page(end):
+    pages = PageAllocator(20, 4)
+    pages.add("b", 1)
+    pages.add("a", 6)
+    pages.reserve("a", 4)
+    pages.fork("a", "child")
+    assert pages.stats().num_reserved_pages == 2
+    end(pages)
+    assert pages.stats().num_reserved_pages == 1
+    pages.append("a", 4)
+    assert pages.stats().num_reserved_pages == 0
+
+
+@pytest.mark.parametrize("forget", [lambda pages: pages.reset(), lambda pages: pages.forget_pages([1])])
+def test_copy_that_was_promised_is_given_back_when_the_content_is_forgotten(forget):
+    pages = make_pages(20)
+    add_committed(pages, "a", [0, 1, 2, 3])
+    pages.truncate("a", 2)
+    pages.reserve("a", 1)
+    assert pages.stats().num_reserved_pages == 1
+    forget(pages)
+    assert pages.stats().num_reserved_pages == 0
+    assert pages.append("a") == []
+
+
+@pytest.mark.parametrize("others", [None, [], ["b"]])
 @pytest.mark.parametrize("count", [1, 2])
-def test_append_up_to_the_length_reserved_leaves_nothing_promised(many, count):
+def test_append_up_to_the_length_reserved_leaves_nothing_promised(others, count):
     pages = PageAllocator(20, 4)
     pages.add("a", 6)
+    pages.add("b", 6)
     pages.fork("a", "child")
     pages.reserve("a", 2)
     pages.free("child")
-    pages.append_many(["a"], count) if many else pages.append("a", count)
+    pages.append("a", count) if others is None else pages.append_many(["a", *others], count)
     assert pages.stats().num_reserved_pages == 0
+
+
+def test_append_many_of_one_sequence_is_as_append():
+    one, many = PageAllocator(4, 4, max_pages_per_seq=3), PageAllocator(4, 4, max_pages_per_seq=3)
+    for pages in (one, many):
+        pages.add("a", 6)
+        pages.fork("a", "child")
+    assert one.append("a", 2) == many.append_many(["a"], [2]) == [PageCopy(2, 3)]
+    assert one.page_ids("a").tolist() == many.page_ids("a").tolist()
+    for counts in (1, [1], np.array([1])):
+        with pytest.raises(OutOfPagesError, match=r"^append_many .* needs 1 pages; 0 are free\."):
+            many.append_many(["a"], counts)
+    for counts in (5, [5], np.array([5])):
+        with pytest.raises(ValueError, match=r"^Sequence 'a' must have at most 12 tokens, .* got 13\.$"):
+            many.append_many(["a"], counts)
+    with pytest.raises(ValueError, match=r"^`num_tokens` for sequence 'a' must be an integer >= 0; got -1\.$"):
+        many.append_many(["a"], [-1])
+    assert many.seq_len("a") == 8
 
 
 @pytest.mark.parametrize(
