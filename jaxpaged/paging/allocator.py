@@ -239,13 +239,16 @@ class PageAllocator(BatchVerbs, CommitVerbs, CacheVerbs, FailureVerbs, ContentVe
         """Counts of pages, sequences and tokens. Costs a pass over the pool."""
         num_usable, cache = self._pool.num_pages - 1, self._cache
         rows = self._table.all_rows()
+        held = [(table.num_pages - table.num_dead)[rows] for table in self._tables]
+        num_tokens = int(self._table.num_tokens[rows].sum())
+        num_dead = sum(int(table.num_dead[rows].sum()) for table in self._tables)
         return PageStats(
             num_usable_pages=num_usable,
             num_used_pages=num_usable - self._pool.num_free_pages,
             num_shared_pages=self._pool.num_shared_pages(),
-            num_unshared_pages=sum(int((table.num_pages - table.num_dead)[rows].sum()) for table in self._tables),
+            num_unshared_pages=sum(int(counts.sum()) for counts in held),
             num_sequences=len(self._table),
-            num_tokens=int(self._table.num_tokens[rows].sum()),
+            num_tokens=num_tokens,
             page_size=self._page_size,
             num_cached_pages=self._pool.num_cached_pages,
             num_reserved_pages=self._num_reserved,
@@ -253,12 +256,19 @@ class PageAllocator(BatchVerbs, CommitVerbs, CacheVerbs, FailureVerbs, ContentVe
             num_hit_tokens=cache.num_hit_tokens if cache else 0,
             num_missed_tokens=cache.num_missed_tokens if cache else 0,
             num_evictions=cache.num_evictions if cache else 0,
+            num_pinned_pages=cache.num_pinned_pages() if cache else 0,
+            num_stored_tokens=len(self._tables) * num_tokens - num_dead * self._page_size,
         )
 
     @verb
     def sharing(self, seq_ids: Sequence[Hashable]) -> SharingStats:
-        """What some sequences hold together, and would without sharing: for the beams of a search, for example."""
+        """What some sequences hold together, and would without sharing: for the beams of a search, for example.
+
+        Raises:
+            ValueError, TypeError: No such sequence, or one is given twice.
+        """
         rows = self._rows(seq_ids)
+        self._check_distinct(seq_ids, rows, "sharing")
         held = [page_ids[page_ids > 0] for _, _, page_ids in (table.entries(rows) for table in self._tables)]
         every = np.concatenate(held)
         return SharingStats(num_unshared_pages=len(every), num_held_pages=len(np.unique(every)))
@@ -369,5 +379,7 @@ def _num_tokens(token_ids: TokenIds | SupportsIndex, label: str, *names: object)
             raise ValueError(f"{what} must have one axis; got shape {token_ids.shape}.")
         return len(token_ids)
     if isinstance(token_ids, list | tuple | range):
+        if token_ids and isinstance(token_ids[0], TOKEN_LISTS):
+            raise ValueError(f"{label.format(*names).split(',')[0]} must be one list of integers; got a list of lists.")
         return len(token_ids)
     return as_count(token_ids, label, *names)

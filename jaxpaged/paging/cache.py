@@ -173,6 +173,11 @@ class PrefixCache:
             np.intp
         )
 
+    def num_pinned_pages(self) -> int:
+        """Pages that nothing but pins own. Costs O(pinned pages)."""
+        page_ids, counts = np.unique(self.pinned_pages(), return_counts=True)
+        return int(np.count_nonzero(self.pool.ref_counts(page_ids) == counts))
+
     def adoptable(self, digests: Digests, parents: Digests) -> list[int]:
         """Which contents could be entered in this order: those not here, whose parents are here by then."""
         keeps_orphans = any(group.sliding_window is not None for group in self.groups)

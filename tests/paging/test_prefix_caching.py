@@ -284,6 +284,42 @@ def test_explain_names_a_partial_hit():
 # Pins, reset, events, saving
 
 
+def test_stats_of_pins_count_no_saving_and_of_windows_no_passed_tokens():
+    pages = make_pages(20)
+    add_committed(pages, "a", PROMPT)
+    pages.pin(PROMPT[:8])
+    pages.pin(PROMPT)
+    assert (pages.stats().num_pinned_pages, pages.stats().num_saved_pages) == (0, 0)
+    pages.free("a")
+    stats = pages.stats()
+    assert (stats.num_used_pages, stats.num_pinned_pages, stats.num_saved_pages, stats.saved_fraction) == (5, 5, 0, 0)
+    pages = make_pages(20, groups=[PageGroup("all"), PageGroup("near", 3)])
+    pages.add("a", 10)
+    pages.append("a", 1)
+    stats = pages.stats()  # near: the first two of three pages are gone
+    assert (stats.num_unshared_pages, stats.num_stored_tokens, stats.occupancy) == (4, 11 + 3, 14 / 16)
+
+
+def test_sharing_of_a_sequence_given_twice_raises():
+    pages = make_pages(20)
+    pages.add("a", 10)
+    with pytest.raises(ValueError, match=r"^`seq_ids` of sharing must be distinct; got 'a' twice\.$"):
+        pages.sharing(["a", "a"])
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_add_of_a_list_of_lists_raises(prefix_caching):
+    pages = PageAllocator(20, 4, prefix_caching=prefix_caching)
+    for tokens in ([[1, 2, 3]], [np.arange(3)], ((1,), (2, 3))):
+        with pytest.raises(
+            ValueError, match=r"^`token_ids` of sequence 'a' must be one list of integers; got a list of"
+        ):
+            pages.add("a", tokens)
+        with pytest.raises(ValueError, match=r"^`num_tokens` must be one list of integers; got a list of lists\.$"):
+            pages.can_allocate(tokens)
+    assert "a" not in pages
+
+
 def test_pinned_pages_stay_until_their_time_is_up():
     pages = make_pages(8)
     add_committed(pages, "a", PROMPT)
