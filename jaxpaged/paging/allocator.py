@@ -313,7 +313,7 @@ class PageAllocator(BatchVerbs, CommitVerbs, CacheVerbs, FailureVerbs, ContentVe
         self._check_limit(num_tokens, seq_id)
         hits = self._find(token_ids, num_tokens, keys, host)
         needed, idle = self._add_cost(num_tokens, hits)
-        self._require(needed, self.num_free_pages - idle, "add", seq_id, num_tokens)
+        self._require(needed + idle, self.num_free_pages, "add", seq_id, num_tokens)
         if self._cache is None or not isinstance(token_ids, TOKEN_LISTS):
             self._place(seq_id, num_tokens, hits, needed)
             num_hit = 0

@@ -19,7 +19,7 @@ class OutOfPagesError(RuntimeError):
     """The pool has too few free pages. The call that raised it changed nothing.
 
     Attributes:
-        needed: Pages that the call had to take.
+        needed: Free pages that the call had to take, hits that nobody owns among them.
         free: Pages that were free.
         what: The call, in words.
     """

@@ -44,7 +44,7 @@ def to_json(name: str, value: Any) -> Any:
         return [[key.kind, _value_to_json(key.value), key.position] for key in value]
     if name == "pages":
         arrays = {"digests": value.digests, "parents": value.parents}
-        tokens = None if value.tokens is None else value.tokens.tolist()
+        tokens = None if value.tokens is None or not len(value.tokens) else value.tokens.tolist()
         return {key: array.tobytes().hex() for key, array in arrays.items()} | {"tokens": tokens}
     return _plain(name, value)
 

@@ -154,14 +154,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         except OutOfPagesError as refusal:
             assert not fits
             needed = len(self.pages.groups) * self.pages_for(len(tokens))
-            if self.pages._cache is None or as_count:
-                self.refused_for_pages(refusal, before, needed=[needed], free=[free])
-            else:  # hits are not needed, and those that nobody owns are not free
-                num_hits = len(self.pages.groups) * self.pages_for(hit)
-                num_hits = needed if host else num_hits
-                self.refused_for_pages(
-                    refusal, before, needed=range(needed - num_hits, needed + 1), free=range(free - num_hits, free + 1)
-                )
+            hits = 0 if as_count else needed if host else len(self.pages.groups) * self.pages_for(hit)
+            self.refused_for_pages(refusal, before, needed=range(needed - hits, needed + 1), free=[free])
             assert seq_id not in self.pages
             return multiple()
         assert fits

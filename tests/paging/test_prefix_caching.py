@@ -116,7 +116,7 @@ def test_hits_that_nobody_owns_count_against_free_pages():
     assert (pages.num_free_pages, pages.stats().num_cached_pages) == (7, 5)
     longer = PROMPT + list(range(9))  # 8 pages, 5 of them cached
     assert not pages.can_allocate(longer)
-    with pytest.raises(OutOfPagesError, match=r"^add of 29 tokens to sequence 'b' needs 3 pages; 2 are free\."):
+    with pytest.raises(OutOfPagesError, match=r"^add of 29 tokens to sequence 'b' needs 8 pages; 7 are free\."):
         pages.add("b", longer)
     assert pages.can_allocate(longer[:28])
     assert pages.add("b", longer[:28]) == 20
@@ -461,6 +461,16 @@ def test_reserve_keeps_pages_from_others_until_they_are_used():
     assert pages.num_free_pages == 0  # promised again
     pages.reserve("a", 0)
     assert pages.num_free_pages == 2
+
+
+def test_refused_add_counts_hits_that_nobody_owns_as_pages_to_take():
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    pages.free("a")
+    pages.add("b", 1)
+    pages.reserve("b", 16)
+    with pytest.raises(OutOfPagesError, match=r"^add of 20 tokens to sequence 'c' needs 5 pages; 2 are free\."):
+        pages.add("c", PROMPT)
 
 
 def test_growth_beyond_the_table_raises_with_numbers():

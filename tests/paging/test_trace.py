@@ -111,6 +111,14 @@ def test_replay_of_adopted_pages_finds_them(partial_hits):
         assert allocator.match([*tokens[:6], 0, 0]) == (6 if partial_hits else 4)
 
 
+@pytest.mark.parametrize("partial_hits", [False, True])
+def test_replay_of_adopting_nothing_adopts_nothing(partial_hits):
+    file = io.StringIO()
+    pages = PageAllocator(9, 4, prefix_caching=True, partial_hits=partial_hits)
+    assert TraceRecorder(pages, file).adopt(pages.cached_pages()).tolist() == []
+    assert parse_trace(file.getvalue().splitlines()).replay().stats() == pages.stats()
+
+
 def test_recorder_has_the_results_and_the_rest_of_the_allocator():
     pages = TraceRecorder(PageAllocator(9, 4), io.StringIO())
     assert pages.add("a", 6) == 0
