@@ -63,14 +63,18 @@ class FailureVerbs(Promises):
         Costs a pass over the pool.
 
         Raises:
-            ValueError: An id that is none of the pool's pages.
+            ValueError, TypeError: An id that is none of the pool's pages.
         """
-        page_ids = np.asarray(page_ids, np.intp)
-        if len(page_ids) and not 0 < page_ids.min() <= page_ids.max() < self._pool.num_pages:
+        given = np.asarray(page_ids)
+        if given.ndim != 1:
+            raise ValueError(f"`page_ids` must have one axis; got shape {given.shape}.")
+        if len(given) and given.dtype.kind not in "iu":
+            raise TypeError(f"`page_ids` must be integers below 2**63; got {given.dtype}.")
+        if len(given) and not 0 < given.min() <= given.max() < self._pool.num_pages:
             raise ValueError(
-                f"`page_ids` must be in 1 .. {self._pool.num_pages - 1}; got {page_ids.min()} .. {page_ids.max()}."
+                f"`page_ids` must be in 1 .. {self._pool.num_pages - 1}; got {given.min()} .. {given.max()}."
             )
-        wrong, leaving = self._wrong_pages(page_ids)
+        wrong, leaving = self._wrong_pages(given.astype(np.intp))
         self._forget(wrong, leaving)
         right = self._num_right_pages(self._table.all_rows(), wrong)
         np.minimum(self._table.num_indexed, right, out=self._table.num_indexed)

@@ -473,6 +473,26 @@ def test_refused_add_counts_hits_that_nobody_owns_as_pages_to_take():
         pages.add("c", PROMPT)
 
 
+@pytest.mark.parametrize(
+    ("page_ids", "error", "message"),
+    [
+        ([0], ValueError, r"must be in 1 \.\. 7; got 0 \.\. 0\."),
+        ([1, 8], ValueError, r"must be in 1 \.\. 7; got 1 \.\. 8\."),
+        ([-1], ValueError, r"must be in 1 \.\. 7; got -1 \.\. -1\."),
+        (3, ValueError, r"must have one axis; got shape \(\)\."),
+        ([1.0], TypeError, r"must be integers below 2\*\*63; got float64\."),
+        ([2**70], TypeError, r"must be integers below 2\*\*63; got object\."),
+    ],
+)
+def test_forget_pages_of_what_is_no_page_raises(page_ids, error, message):
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    with pytest.raises(error, match=f"^`page_ids` {message}$"):
+        pages.forget_pages(page_ids)
+    pages.forget_pages([])
+    assert pages.match(PROMPT) == 16
+
+
 def test_growth_beyond_the_table_raises_with_numbers():
     pages = PageAllocator(20, 4, max_pages_per_seq=2)
     pages.add("a", 8)
