@@ -126,18 +126,16 @@ class SequenceVerbs(Promises):
         finally:
             self._busy = False
 
+    @verb
     def seq_len(self, seq_id: Hashable) -> int:
         """Tokens of a sequence, also of one that is swapped out."""
-        if self._busy:  # as in `add`
-            raise second_thread("seq_len")
         if self._swapped and seq_id in self and seq_id in self._swapped:
             return self._swapped[seq_id].num_tokens
         return self._table.num_tokens.item(self._table.row(seq_id))
 
+    @verb
     def page_ids(self, seq_id: Hashable, *, group: str | None = None) -> npt.NDArray[np.int32]:
         """[num_pages] the pages of a sequence, in order, `NULL_PAGE` where a window has passed; a fresh array."""
-        if self._busy:  # as in `add`
-            raise second_thread("page_ids")
         return self._tables[self._group(group)].pages(self._row(seq_id)).copy()
 
     def _append(self, seq_id: Hashable, num_tokens: SupportsIndex, name: str) -> list[PageCopy]:
