@@ -70,8 +70,14 @@ class Promises(PageState):
 
     def _settle_copies(self) -> None:
         """Gives back what was promised for copies of pages that nobody else holds any more."""
-        for row in list(self._covers_copy):
-            self._settle(row, self._pool.num_free_pages)
+        if self._covers_copy:
+            rows = np.fromiter(self._covers_copy, np.intp, len(self._covers_copy))
+            is_private = np.zeros(len(rows), np.bool_)
+            for table in self._tables:
+                page_ids = table.last_pages(rows)
+                is_private |= (self._pool.ref_counts(page_ids) == 1) & ~self._pool.kept(page_ids)
+            for row in rows[is_private].tolist():
+                self._settle(row, self._pool.num_free_pages)
 
     def _promise(self, row: int, num_pages: int, covers_copy: bool = False) -> None:
         self._num_reserved += num_pages - self._table.num_reserved.item(row)

@@ -91,10 +91,12 @@ class PageState:
         if isinstance(seq_ids, str | bytes) or not isinstance(seq_ids, Sequence | np.ndarray):
             hint = "Make a list of it: its order is that of the rows."
             raise TypeError(f"`seq_ids` must be a list of sequence ids; got {type(seq_ids).__name__}. {hint}")
-        if self._swapped:
-            for seq_id in seq_ids:
+        try:
+            return self._table.rows(seq_ids)
+        except ValueError:
+            for seq_id in seq_ids:  # is it one that is swapped out?
                 self._row(seq_id)
-        return self._table.rows(seq_ids)
+            raise
 
     def _check_distinct(self, seq_ids: Sequence[Hashable], rows: Rows, verb: str) -> None:
         """Raises where a sequence is given twice."""

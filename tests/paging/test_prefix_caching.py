@@ -720,6 +720,7 @@ def test_snapshot_shows_each_page_once():
         ({"prefix_caching": "no"}, r"^`prefix_caching` must be True or False; got 'no' \(str\)\.$"),
         ({"prefix_caching": True, "offload": 1}, r"^`offload` must be True or False; got 1 \(int\)\.$"),
         ({"groups": []}, r"^`groups` must be at least one PageGroup; got \(\)\.$"),
+        ({"groups": [PageGroup(["a"])]}, r"^`groups` must have strings for names; got \[\['a'\]\]\.$"),  # pyright: ignore
         (
             {"groups": [PageGroup("a"), PageGroup("a", 3)]},
             r"^`groups` must have names of their own; got \['a', 'a'\]\.$",
