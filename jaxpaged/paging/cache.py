@@ -5,7 +5,7 @@ groups (which pages a hit needs). In a group without a window a page never stays
 before it, for whoever holds a page holds those before it, and gives them back in one go, the last first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -131,16 +131,26 @@ class PrefixCache:
         self.pool.keep(new)
         self.index.insert(new, digests, parents)
 
-    def evict(self, count: int) -> None:
-        """Makes the `count` least recently used cached pages plain."""
+    def evict(self, count: int, not_here: Collection[tuple[bytes, int]] = ()) -> None:
+        """Makes the `count` least recently used cached pages plain.
+
+        Args:
+            count: How many.
+            not_here: Contents and pages that were to be imported and have not been: nothing to export.
+        """
         page_ids = self.pool.evict(count)
         digests = self.index.digests[page_ids]
         if self.evictions is not None:
-            self.evictions += map(Eviction, map(as_bytes, digests), page_ids.tolist())
+            given_up = map(Eviction, map(as_bytes, digests), page_ids.tolist())
+            self.evictions += [eviction for eviction in given_up if eviction not in not_here]
         places = (self.num_evictions + np.arange(count))[-len(self._given_up) :] % len(self._given_up)
         self._given_up[places] = digests[-len(places) :]
         self.num_evictions += count
         self._unlist(page_ids)
+
+    def holds(self, digest: bytes, page_id: int) -> bool:
+        """Whether this page can be hit for this content."""
+        return bool(self.pool.kept(np.array([page_id]))[0]) and as_bytes(self.index.digests[page_id]) == digest
 
     def was_evicted(self, digest: Digests) -> bool:
         """Whether a content is among the last few thousand that were given up."""

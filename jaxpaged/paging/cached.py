@@ -109,7 +109,7 @@ class CacheVerbs(Promises):
     def take_restores(self) -> list[Restore]:
         """Pages that `add(..., host=...)` found there, since the last call: to be imported before the step."""
         restores, self._restores = self._restores, []
-        return restores
+        return [restore for restore in restores if self._cache is not None and self._cache.holds(*restore)]
 
     @verb
     def take_events(self) -> list[PageEvent]:

@@ -128,7 +128,7 @@ class PageState:
         """So many free pages, with one owner each; evicts where plain ones are not enough."""
         missing = count - self._pool.num_plain_pages
         if missing > 0 and self._cache is not None:
-            self._cache.evict(missing)
+            self._cache.evict(missing, frozenset(self._restores))
         return self._pool.take(count)
 
     def _take_array(self, count: int) -> PageIds:

@@ -493,6 +493,22 @@ def test_forget_pages_of_what_is_no_page_raises(page_ids, error, message):
     assert pages.match(PROMPT) == 16
 
 
+def test_page_that_was_to_be_restored_and_is_evicted_before_is_neither_exported_nor_imported():
+    class Host:
+        def has(self, digest):
+            return True
+
+    pages = make_pages(6, offload=True)
+    assert pages.add("a", PROMPT[:9], host=Host()) == 8
+    pages.free("a")  # its pages can be hit, but nobody imported them
+    pages.add("b", 20)
+    assert (pages.take_evictions(), pages.take_restores()) == ([], [])
+    pages.free("b")
+    assert pages.add("a", PROMPT[:9], host=Host()) == 8
+    pages.reset()
+    assert pages.take_restores() == []
+
+
 def test_growth_beyond_the_table_raises_with_numbers():
     pages = PageAllocator(20, 4, max_pages_per_seq=2)
     pages.add("a", 8)
