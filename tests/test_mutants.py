@@ -280,7 +280,7 @@ MUTANTS = {
         "sliding_window",
         KERNEL_WINDOW,
     ),
-    "triton: sink in each piece": (TRITON, "part_row, None, 1.0", "part_row, sink, 1.0", KERNEL_SPLIT_DECODE),
+    "triton: sink in each piece": (TRITON, "part_begin, None, 1.0", "part_begin, sink, 1.0", KERNEL_SPLIT_DECODE),
     "triton: sink dropped where cut": (
         TRITON,
         "None if sinks_ref is None else sinks_ref[head]",
@@ -289,8 +289,8 @@ MUTANTS = {
     ),
     "triton: parts of another token": (
         TRITON,
-        "program % max_pieces * q_ref.shape[0] + token",
-        "program % max_pieces * q_ref.shape[0] + q_index",
+        "program % max_pieces * q_ref.shape[0] + tile.token",
+        "program % max_pieces * q_ref.shape[0]",
         KERNEL_SPLIT,
     ),
     "triton: last piece not merged": (

@@ -376,12 +376,12 @@ def paged_attention_triton(
     is_traced = isinstance(sliding_window, jax.Array)
     num_programs = plan.shares.shape[0]
     rows = plan.block_q * num_q_heads // num_kv_heads
-    quantized = is_quantized(k_pages.dtype)
-    crowded = quantized or tree_mask is not None
+    crowded = is_quantized(k_pages.dtype) or tree_mask is not None
     if plan.block_q > 1:  # two masks a logit; a page id a key
         crowded |= (alibi_slopes is not None and logits_soft_cap is not None) or k_pages.shape[3] < 16
-    dtype = _compute_dtype(q, k_pages)
-    block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, dtype, quantized, crowded)
+    block_m, block_k, num_warps, num_stages = _tile_sizes(
+        config, rows, head_dim, _compute_dtype(q, k_pages), k_pages.dtype.itemsize, crowded
+    )
 
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     split = plan.config.max_splits != 1
@@ -450,7 +450,7 @@ def _pack_bits(mask: Bool[Array, "rows columns"]) -> Int32[Array, "rows words"]:
 
 
 def _tile_sizes(
-    config: AttentionConfig, rows: int, head_dim: int, dtype, quantized: bool, crowded: bool
+    config: AttentionConfig, rows: int, head_dim: int, dtype, page_itemsize: int, crowded: bool
 ) -> tuple[int, int, int, int]:
     """(block_m, block_k, num_warps, num_stages) for `rows` query rows a KV head, where `config` leaves them open.
 
@@ -468,10 +468,12 @@ def _tile_sizes(
     # keep their operands in registers too.
     num_warps = 8 if block_m * width > 8192 or (is_float32 and block_m == 32) else 4
     # Loading page ids is a pipeline level: 5 stages keep two K/V tiles in flight. Decoding needs them, but crowded
-    # variants have no registers left for it; prefill does with one, unless its values, and so its tiles, are small.
-    num_stages = 5 if (not crowded if block_m == 16 else quantized) else 3
-    if num_stages == 5 and quantized and block_k * width < 4096:
-        num_stages = 7
+    # variants have no registers left for it; prefill does with one, unless its tiles are small.
+    tile_bytes = 2 * block_k * width * page_itemsize
+    if block_m == 16:
+        num_stages = 3 if crowded else 5
+    else:
+        num_stages = 3 if tile_bytes > 2**14 else 5 if tile_bytes > 2**12 else 7
     return block_m, config.block_k or block_k, config.num_warps or num_warps, config.num_stages or num_stages
 
 

@@ -1,5 +1,6 @@
 """Machine code of the kernels for each GPU: no spill, loads wide and ahead, tensor cores, no op around them."""
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.programs import (
@@ -57,6 +58,9 @@ CALLS = {
     "prefill, group 16, alibi, soft cap": Attention(
         dtype="float16", q_len=256, num_q_heads=128, logits_soft_cap=30.0, alibi=True
     ),
+    "speculative 8, group 5, head_dim 64, sinks": Attention(
+        dtype="float16", q_len=8, num_q_heads=40, head_dim=64, sinks=True
+    ),
     "prefill, group 17, window, page 1": Attention(q_len=64, num_q_heads=136, sliding_window=1024, page_size=1),
 }
 REFUSED = {("a100", "float8_e4m3fn")}  # its registers know no such type: compute capability 8.9 and later do
@@ -95,11 +99,10 @@ def test_attention_compiled_copies_16_bytes_ahead_and_multiplies_on_tensor_cores
     # What is copied a turn, 16 bytes an instruction, is the whole K and V tile: nothing of it is loaded otherwise.
     group = call.num_q_heads // call.num_kv_heads
     rows = group if call.q_len == 1 else call.config.block_q * group
-    quantized = call.dtype in MAX_VALUE
-    crowded = quantized or call.tree
+    crowded = call.dtype in MAX_VALUE or call.tree
     if call.q_len > 1:
         crowded |= (call.alibi and call.logits_soft_cap is not None) or call.page_size < 16
-    tiles = _tile_sizes(call.config, rows, call.head_dim, call.compute_dtype, quantized, crowded)
+    tiles = _tile_sizes(call.config, rows, call.head_dim, call.compute_dtype, jnp.dtype(call.dtype).itemsize, crowded)
     assert code.tokens_per_turn == tiles[1]
     # Page ids and scales are copied ahead as well: a load here would stop the loop for as long as memory takes.
     assert code.code.hot_loop.count("LDG") == 0
