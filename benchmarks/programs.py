@@ -98,6 +98,7 @@ ATTENTION = {
     "prefill, head_dim 256": Attention(q_len=256, head_dim=256),
     "prefill, float32": Attention(q_len=256, dtype="float32"),
     "prefill, int8": Attention(q_len=256, dtype="int8"),
+    "prefill, int8, group 7": Attention(q_len=256, dtype="int8", num_q_heads=56),
 }
 
 

@@ -129,8 +129,9 @@ PLAN, QUANTIZE = "jaxpaged/ops/plan.py", "jaxpaged/quantize.py"
 XLA, REFERENCE, TRITON = "jaxpaged/ops/xla.py", "jaxpaged/ops/reference.py", "jaxpaged/ops/triton.py"
 LINEAR, ROPE_FLOAT, ROPE_INT8 = "jaxpaged/ops/linear.py", rope("float32"), rope("int8", kv_heads=2, q_heads=6)
 MERGE, CACHE, BATCH = "jaxpaged/ops/merge.py", "jaxpaged/kv_cache.py", "jaxpaged/batch.py"
-SEQUENCES, STATE, POOL, TABLES = (
+SEQUENCES, BATCHES, STATE, POOL, TABLES = (
     "jaxpaged/paging/sequences.py",
+    "jaxpaged/paging/batches.py",
     "jaxpaged/paging/state.py",
     "jaxpaged/paging/pool.py",
     "jaxpaged/paging/tables.py",
@@ -280,7 +281,7 @@ MUTANTS = {
         "sliding_window",
         KERNEL_WINDOW,
     ),
-    "triton: sink in each piece": (TRITON, "part_row, None, 1.0", "part_row, sink, 1.0", KERNEL_SPLIT_DECODE),
+    "triton: sink in each piece": (TRITON, "part_begin, None, 1.0", "part_begin, sink, 1.0", KERNEL_SPLIT_DECODE),
     "triton: sink dropped where cut": (
         TRITON,
         "None if sinks_ref is None else sinks_ref[head]",
@@ -289,8 +290,8 @@ MUTANTS = {
     ),
     "triton: parts of another token": (
         TRITON,
-        "program % max_pieces * q_ref.shape[0] + token",
-        "program % max_pieces * q_ref.shape[0] + q_index",
+        "program % max_pieces * q_ref.shape[0] + tile.token",
+        "program % max_pieces * q_ref.shape[0]",
         KERNEL_SPLIT,
     ),
     "triton: last piece not merged": (
@@ -459,7 +460,7 @@ MUTANTS = {
         allocator("test_free_then_add_reuses_the_id_and_the_pages"),
     ),
     "allocator: slots of the first tokens": (
-        SEQUENCES,
+        BATCHES,
         "ragged_arange(lengths - counts, counts)",
         "ragged_arange(np.zeros_like(counts), counts)",
         allocator("test_slot_mapping_packs_the_last_tokens_of_each_sequence"),
@@ -506,7 +507,7 @@ def put_in_place(file: str, text: str, replacement: str, monkeypatch) -> None:
         for module in [m for n, m in sys.modules.items() if n.split(".")[0] in ("jaxpaged", "tests")]:
             for bound_as in [k for k, v in vars(module).items() if v is value]:
                 monkeypatch.setattr(module, bound_as, getattr(mutant, key))
-        if file in (SEQUENCES, STATE) and isinstance(value, type):  # others inherit from it
+        if file in (SEQUENCES, BATCHES, STATE) and isinstance(value, type):  # others inherit from it
             for method, function in vars(getattr(mutant, key)).items():
                 if isinstance(function, types.FunctionType):
                     monkeypatch.setattr(value, method, function)

@@ -74,8 +74,13 @@ def _attention_kernel(
     layer = layer_ref[0]
     share = _read(Share, shares_ref, program)
 
-    row = pl.program_id(0) % row_blocks * block_m + jnp.arange(block_m)
-    q_index, head = row // q_per_kv, kv_head * q_per_kv + row % q_per_kv
+    def rows(count):
+        # Places of rows take up to 32 registers, and computed once they would be held through the loop over K and V.
+        # The sign of a count is a zero that no compiler knows: with it they are computed anew.
+        row = pl.program_id(0) % row_blocks * block_m + jnp.arange(block_m) + lax.shift_right_arithmetic(count, 31)
+        return row // q_per_kv, kv_head * q_per_kv + row % q_per_kv
+
+    q_index, head = rows(jnp.int32(0))
     dim = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
     in_dim = dim < head_dim
     sliding_window = sliding_window if window_ref is None else window_ref[0]
@@ -93,6 +98,7 @@ def _attention_kernel(
         end = jnp.minimum(tile.kv_end, tile.kv_begin + share.stream_end - tile.stream_begin)
         end = jnp.minimum(end, page_table_ref.shape[1] * page_size)  # whatever seq_lens claims
 
+        q_index, head = rows(tile.num_q)
         token, position = tile.token + q_index, tile.position + q_index
         in_tile = q_index < tile.num_q
         q_mask = in_tile[:, None] & in_dim
@@ -146,25 +152,27 @@ def _attention_kernel(
         num_blocks = pl.cdiv(jnp.maximum(end - begin, 0), block_k)
         acc, peak, total = lax.fori_loop(0, num_blocks, attend_block, state)
 
-        def store(out, lse, row, sink, log_base):
+        def store(out, lse, begin, sink, log_base):
+            q_index, head = rows(num_blocks)
+            row, in_tile = begin + q_index, q_index < tile.num_q
             scale, value = _normalise(peak, total, sink)
             scale *= 1 / largest if _is_per_token(v_scale_ref) else v_scale
             # In this order: the other way round, tiles of 64 rows spill a few registers on an L4.
             masked_store(lse.at[row, head], value * log_base, in_tile)
-            masked_store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], q_mask)
+            masked_store(out.at[row[:, None], head[:, None], dim], acc * scale[:, None], in_tile[:, None] & in_dim)
 
         if part_ref is None:
-            store(out_ref, lse_ref, token, sink, 1 / LOG2E)
+            store(out_ref, lse_ref, tile.token, sink, 1 / LOG2E)
             return
         starts_here = share.stream_begin <= tile.stream_begin
         whole = starts_here & (tile.stream_end <= share.stream_end)
         if max_pieces is None:
             # A share's first piece may lack its beginning, and only its last piece its end: two slots are enough.
-            part_row = (2 * program + starts_here.astype(jnp.int32)) * block_q + q_index
+            part_begin = (2 * program + starts_here.astype(jnp.int32)) * block_q
         else:
-            part_row = program % max_pieces * q_ref.shape[0] + token
-        pl.when(whole)(lambda: store(out_ref, lse_ref, token, sink, 1 / LOG2E))
-        pl.when(~whole)(lambda: store(part_ref, part_lse_ref, part_row, None, 1.0))
+            part_begin = program % max_pieces * q_ref.shape[0] + tile.token
+        pl.when(whole)(lambda: store(out_ref, lse_ref, tile.token, sink, 1 / LOG2E))
+        pl.when(~whole)(lambda: store(part_ref, part_lse_ref, part_begin, None, 1.0))
 
     if part_ref is None:
         attend(program, None)
@@ -369,7 +377,11 @@ def paged_attention_triton(
     num_programs = plan.shares.shape[0]
     rows = plan.block_q * num_q_heads // num_kv_heads
     crowded = is_quantized(k_pages.dtype) or tree_mask is not None
-    block_m, block_k, num_warps, num_stages = _tile_sizes(config, rows, head_dim, _compute_dtype(q, k_pages), crowded)
+    if plan.block_q > 1:  # two masks a logit; a page id a key
+        crowded |= (alibi_slopes is not None and logits_soft_cap is not None) or k_pages.shape[3] < 16
+    block_m, block_k, num_warps, num_stages = _tile_sizes(
+        config, rows, head_dim, _compute_dtype(q, k_pages), k_pages.dtype.itemsize, crowded
+    )
 
     out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     split = plan.config.max_splits != 1
@@ -437,7 +449,9 @@ def _pack_bits(mask: Bool[Array, "rows columns"]) -> Int32[Array, "rows words"]:
     return lax.bitcast_convert_type(words, jnp.int32)
 
 
-def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype, crowded: bool) -> tuple[int, int, int, int]:
+def _tile_sizes(
+    config: AttentionConfig, rows: int, head_dim: int, dtype, page_itemsize: int, crowded: bool
+) -> tuple[int, int, int, int]:
     """(block_m, block_k, num_warps, num_stages) for `rows` query rows a KV head, where `config` leaves them open.
 
     Compiled for an A100, L4, H200 and B200: none asks for more shared memory than an L4 has, and none spills. `crowded`
@@ -448,14 +462,18 @@ def _tile_sizes(config: AttentionConfig, rows: int, head_dim: int, dtype, crowde
     block_m = min(max(16, pl.next_power_of_2(rows)), 32 if is_float32 else 64)
     # K and V tiles of at most 16 KiB: 3 programs fit an SM of an H200 (D 128, bfloat16: 128 registers, 72 KiB).
     block_k = min(64, max(16, 2**14 // (width * dtype.itemsize)))
-    if head_dim != width or ((crowded or config.max_splits == 1) and block_m * width >= 8192):
+    if head_dim != width or (crowded and block_m == 64) or (config.max_splits == 1 and block_m * width >= 8192):
         block_k = min(32, block_k)
     # The accumulator sets the warps: it spills beyond 64 registers a thread. float32 products use no matrix unit, and
     # keep their operands in registers too.
     num_warps = 8 if block_m * width > 8192 or (is_float32 and block_m == 32) else 4
     # Loading page ids is a pipeline level: 5 stages keep two K/V tiles in flight. Decoding needs them, but crowded
-    # variants have no registers left for it; prefill does with one, unless its values, and so its tiles, are small.
-    num_stages = 5 if (block_m == 16) != crowded else 3
+    # variants have no registers left for it; prefill does with one, unless its tiles are small.
+    tile_bytes = 2 * block_k * width * page_itemsize
+    if block_m == 16:
+        num_stages = 3 if crowded else 5
+    else:
+        num_stages = 3 if tile_bytes > 2**14 else 5 if tile_bytes > 2**12 else 7
     return block_m, config.block_k or block_k, config.num_warps or num_warps, config.num_stages or num_stages
 
 

@@ -14,19 +14,23 @@ import numpy.typing as npt
 from jaxpaged.checks import as_count
 from jaxpaged.config import cdiv
 from jaxpaged.paging import reports
+from jaxpaged.paging.batches import BatchVerbs
 from jaxpaged.paging.cache import ON_HOST, Hits, PrefixCache
 from jaxpaged.paging.cached import CacheVerbs
-from jaxpaged.paging.digests import Key, TokenIds, as_bytes, as_digests, as_tokens, check_keys
+from jaxpaged.paging.commits import CommitVerbs
+from jaxpaged.paging.contents import ContentVerbs
+from jaxpaged.paging.digests import TOKEN_LISTS, Key, TokenIds, as_bytes, as_digests, as_tokens, check_keys
+from jaxpaged.paging.failures import FailureVerbs
 from jaxpaged.paging.groups import PageGroup, check_groups
 from jaxpaged.paging.lru import PageIds
+from jaxpaged.paging.owner import second_thread, verb
 from jaxpaged.paging.pool import PagePool
 from jaxpaged.paging.reports import HostPages, PageCopy, PageStats, PoolSnapshot, Restore, SharingStats
-from jaxpaged.paging.sequences import SequenceVerbs
-from jaxpaged.paging.state import SwappedSequence, second_thread, taken, verb
+from jaxpaged.paging.state import SwappedSequence, taken
 from jaxpaged.paging.tables import SequenceTable, unhashable
 
 
-class PageAllocator(SequenceVerbs, CacheVerbs):
+class PageAllocator(BatchVerbs, CommitVerbs, CacheVerbs, FailureVerbs, ContentVerbs):
     """Hands pages to sequences, shares them between forks and prefixes, and says in which slot each token lies.
 
     A sequence of n tokens holds `ceil(n / page_size)` pages of each group; token t lies in slot
@@ -85,10 +89,13 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         self._cache = PrefixCache(self._pool, self._page_size, self._groups, **options) if prefix_caching else None
         self._tables = tuple(SequenceTable() for _ in self._groups)
         self._table = self._tables[0]
+        pairs = zip(self._groups, self._tables, strict=True)
+        self._windowed = tuple((group, table) for group, table in pairs if group.sliding_window is not None)
         self._keys = {}
         self._swapped = {}
         self._copies, self._restores = [], []
         self._num_reserved = 0
+        self._covers_copy = set()
         self._is_simple = not prefix_caching and self._groups == check_groups(None) and max_pages_per_seq is None
         self._busy = False
 
@@ -232,13 +239,16 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         """Counts of pages, sequences and tokens. Costs a pass over the pool."""
         num_usable, cache = self._pool.num_pages - 1, self._cache
         rows = self._table.all_rows()
+        held = [(table.num_pages - table.num_dead)[rows] for table in self._tables]
+        num_tokens = int(self._table.num_tokens[rows].sum())
+        num_dead = sum(int(table.num_dead[rows].sum()) for table in self._tables)
         return PageStats(
             num_usable_pages=num_usable,
             num_used_pages=num_usable - self._pool.num_free_pages,
             num_shared_pages=self._pool.num_shared_pages(),
-            num_unshared_pages=sum(int((table.num_pages - table.num_dead)[rows].sum()) for table in self._tables),
+            num_unshared_pages=sum(int(counts.sum()) for counts in held),
             num_sequences=len(self._table),
-            num_tokens=int(self._table.num_tokens[rows].sum()),
+            num_tokens=num_tokens,
             page_size=self._page_size,
             num_cached_pages=self._pool.num_cached_pages,
             num_reserved_pages=self._num_reserved,
@@ -246,12 +256,19 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
             num_hit_tokens=cache.num_hit_tokens if cache else 0,
             num_missed_tokens=cache.num_missed_tokens if cache else 0,
             num_evictions=cache.num_evictions if cache else 0,
+            num_pinned_pages=cache.num_pinned_pages() if cache else 0,
+            num_stored_tokens=len(self._tables) * num_tokens - num_dead * self._page_size,
         )
 
     @verb
     def sharing(self, seq_ids: Sequence[Hashable]) -> SharingStats:
-        """What some sequences hold together, and would without sharing: for the beams of a search, for example."""
+        """What some sequences hold together, and would without sharing: for the beams of a search, for example.
+
+        Raises:
+            ValueError, TypeError: No such sequence, or one is given twice.
+        """
         rows = self._rows(seq_ids)
+        self._check_distinct(seq_ids, rows, "sharing")
         held = [page_ids[page_ids > 0] for _, _, page_ids in (table.entries(rows) for table in self._tables)]
         every = np.concatenate(held)
         return SharingStats(num_unshared_pages=len(every), num_held_pages=len(np.unique(every)))
@@ -296,13 +313,13 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         self._check_limit(num_tokens, seq_id)
         hits = self._find(token_ids, num_tokens, keys, host)
         needed, idle = self._add_cost(num_tokens, hits)
-        self._require(needed, self.num_free_pages - idle, "add", seq_id, num_tokens)
-        if self._cache is None or not isinstance(token_ids, np.ndarray | list | tuple | range):
+        self._require(needed + idle, self.num_free_pages, "add", seq_id, num_tokens)
+        if self._cache is None or not isinstance(token_ids, TOKEN_LISTS):
             self._place(seq_id, num_tokens, hits, needed)
             num_hit = 0
         else:
             # Found before pages are taken: the page to copy from may be one of them, and keeps its content until then.
-            page_id, in_part = self._partial_hit(as_tokens(token_ids), keys, hits.num_pages, hits.chain)
+            page_id, in_part = self._cache.partial_hit(as_tokens(token_ids), keys, hits)
             self._place(seq_id, num_tokens, hits, needed)
             if in_part:
                 self._copies.append(PageCopy(page_id, self._table.pages(self._table.row(seq_id)).item(hits.num_pages)))
@@ -317,7 +334,7 @@ class PageAllocator(SequenceVerbs, CacheVerbs):
         self, token_ids: TokenIds | SupportsIndex, num_tokens: int, keys: tuple[Key, ...], host: HostPages | None
     ) -> Hits:
         """What a new sequence with these tokens would share."""
-        if self._cache is None or num_tokens == 0 or not isinstance(token_ids, np.ndarray | list | tuple | range):
+        if self._cache is None or num_tokens == 0 or not isinstance(token_ids, TOKEN_LISTS):
             return Hits(0, [np.zeros(0, np.intp) for _ in self._groups], np.zeros((0, 2), np.uint64))
         return self._cache.find(as_tokens(token_ids), keys, (num_tokens - 1) // self._page_size, host)
 
@@ -362,5 +379,7 @@ def _num_tokens(token_ids: TokenIds | SupportsIndex, label: str, *names: object)
             raise ValueError(f"{what} must have one axis; got shape {token_ids.shape}.")
         return len(token_ids)
     if isinstance(token_ids, list | tuple | range):
+        if token_ids and isinstance(token_ids[0], TOKEN_LISTS):
+            raise ValueError(f"{label.format(*names).split(',')[0]} must be one list of integers; got a list of lists.")
         return len(token_ids)
     return as_count(token_ids, label, *names)

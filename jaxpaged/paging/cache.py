@@ -5,7 +5,7 @@ groups (which pages a hit needs). In a group without a window a page never stays
 before it, for whoever holds a page holds those before it, and gives them back in one go, the last first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +72,7 @@ class PrefixCache:
         self._pins: dict[bytes, tuple[npt.NDArray[np.int32], float | None]] = {}
         self._roots = {as_bytes(self.tagged(as_digests([self.root]), group)) for group in range(len(groups))}
         self.num_hit_tokens = self.num_missed_tokens = 0
-        self._page_size = page_size
+        self.page_size = page_size
         self._given_up = np.zeros((4096, 2), np.uint64)  # a ring: the last contents that were evicted
 
     def tagged(self, chain: Digests, group: int) -> Digests:
@@ -88,8 +88,8 @@ class PrefixCache:
         size, missed, parent = _FIRST_LOOK, False, self.root
         while not missed and len(chain) < max_pages:
             start, stop = len(chain), min(len(chain) + size, max_pages)
-            part = tokens[start * self._page_size : stop * self._page_size]
-            hashed = hash_pages(part, self._page_size, parent=parent, keys=keys, first_page=start)
+            part = tokens[start * self.page_size : stop * self.page_size]
+            hashed = hash_pages(part, self.page_size, parent=parent, keys=keys, first_page=start)
             page_ids = [self._find_in_group(group, hashed, host) for group in range(len(self.groups))]
             end = self._end_of_full_hits(page_ids)
             found = [np.concatenate([before, ids[:end]]) for before, ids in zip(found, page_ids, strict=True)]
@@ -98,14 +98,19 @@ class PrefixCache:
             size *= 4
         return self._agreed(found, chain)
 
-    def closest(self, parent: Digests, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
-        """The page after `parent` that begins with the most of `tokens`, and how many; only with continuations."""
-        if self.continuations is None:
+    def partial_hit(self, tokens: npt.NDArray[np.int32], keys: Sequence[Key], hits: Hits) -> tuple[int, int]:
+        """The page that goes on like a prompt does after its hits, and for how many tokens; (0, 0) if none does.
+
+        A page with keys of its own is never shared in part: a key changes the tokens after it.
+        """
+        start = hits.num_pages * self.page_size
+        if self.continuations is None or any(start <= key.position < start + self.page_size for key in keys):
             return 0, 0
+        parent = hits.chain[hits.num_pages - 1 : hits.num_pages] if hits.num_pages else as_digests([self.root])
         page_ids = self.continuations.recent(parent)
         page_ids = page_ids[self.pool.kept(page_ids)]
         page_ids = page_ids[(self.index.parents[page_ids] == parent).all(axis=1)]
-        return self.continuations.closest(page_ids, tokens)
+        return self.continuations.closest(page_ids, tokens[start:-1])
 
     def enter(self, group: int, page_ids: PageIds, chain: Digests, parents: Digests) -> None:
         """Makes pages in use findable: contents that are not in the index, digests before the group's tag."""
@@ -126,16 +131,26 @@ class PrefixCache:
         self.pool.keep(new)
         self.index.insert(new, digests, parents)
 
-    def evict(self, count: int) -> None:
-        """Makes the `count` least recently used cached pages plain."""
+    def evict(self, count: int, not_here: Collection[tuple[bytes, int]] = ()) -> None:
+        """Makes the `count` least recently used cached pages plain.
+
+        Args:
+            count: How many.
+            not_here: Contents and pages that were to be imported and have not been: nothing to export.
+        """
         page_ids = self.pool.evict(count)
         digests = self.index.digests[page_ids]
         if self.evictions is not None:
-            self.evictions += map(Eviction, map(as_bytes, digests), page_ids.tolist())
+            given_up = map(Eviction, map(as_bytes, digests), page_ids.tolist())
+            self.evictions += [eviction for eviction in given_up if eviction not in not_here]
         places = (self.num_evictions + np.arange(count))[-len(self._given_up) :] % len(self._given_up)
         self._given_up[places] = digests[-len(places) :]
         self.num_evictions += count
         self._unlist(page_ids)
+
+    def holds(self, digest: bytes, page_id: int) -> bool:
+        """Whether this page can be hit for this content."""
+        return bool(self.pool.kept(np.array([page_id]))[0]) and as_bytes(self.index.digests[page_id]) == digest
 
     def was_evicted(self, digest: Digests) -> bool:
         """Whether a content is among the last few thousand that were given up."""
@@ -167,6 +182,11 @@ class PrefixCache:
         return np.concatenate([np.zeros(0, np.intp), *(page_ids for page_ids, _ in self._pins.values())]).astype(
             np.intp
         )
+
+    def num_pinned_pages(self) -> int:
+        """Pages that nothing but pins own. Costs O(pinned pages)."""
+        page_ids, counts = np.unique(self.pinned_pages(), return_counts=True)
+        return int(np.count_nonzero(self.pool.ref_counts(page_ids) == counts))
 
     def adoptable(self, digests: Digests, parents: Digests) -> list[int]:
         """Which contents could be entered in this order: those not here, whose parents are here by then."""
@@ -242,10 +262,10 @@ class PrefixCache:
 
     def _agreed(self, found: list[PageIds], chain: Digests) -> Hits:
         """The hits without the pages that are not needed."""
-        num_pages = longest_hit(self.groups, found, self._page_size)
+        num_pages = longest_hit(self.groups, found, self.page_size)
         page_ids = [ids[:num_pages] for ids in found]
         for group, ids in zip(self.groups, page_ids, strict=True):
-            ids[: group.num_dead_pages(num_pages * self._page_size, self._page_size)] = 0
+            ids[: group.num_dead_pages(num_pages * self.page_size, self.page_size)] = 0
         return Hits(num_pages, page_ids, chain)
 
     def _list(self, page_ids: PageIds, digests: Digests, parents: Digests) -> None:
@@ -255,12 +275,12 @@ class PrefixCache:
         if self.events is not None:
             for page_id, digest, parent in zip(page_ids.tolist(), digests, map(as_bytes, parents), strict=True):
                 before = None if parent in self._roots else parent
-                self.events.append(PageEvent("stored", as_bytes(digest), before, page_id, self._page_size))
+                self.events.append(PageEvent("stored", as_bytes(digest), before, page_id, self.page_size))
 
     def _unlist(self, page_ids: PageIds) -> None:
         if self.events is not None:
             for page_id, digest in zip(page_ids.tolist(), self.index.digests[page_ids], strict=True):
-                self.events.append(PageEvent("removed", as_bytes(digest), None, page_id, self._page_size))
+                self.events.append(PageEvent("removed", as_bytes(digest), None, page_id, self.page_size))
         self.index.remove(page_ids)
 
     def _unpin_where(self, ends: Callable[[npt.NDArray[np.int32], float | None], bool]) -> None:

@@ -24,6 +24,7 @@ Digests = npt.NDArray[np.uint64]
 """[num_pages, 2]"""
 
 TokenIds = list[int] | tuple[int, ...] | range | npt.NDArray[np.integer]
+TOKEN_LISTS = (np.ndarray, list, tuple, range)
 
 
 class Key(NamedTuple):

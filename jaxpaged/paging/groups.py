@@ -48,6 +48,8 @@ def check_groups(groups: Sequence[PageGroup] | None) -> tuple[PageGroup, ...]:
     if not groups or not all(isinstance(group, PageGroup) for group in groups):
         raise TypeError(f"`groups` must be at least one PageGroup; got {groups!r}.")
     names = [group.name for group in groups]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`groups` must have strings for names; got {names}.")
     if len(set(names)) < len(names):
         raise ValueError(f"`groups` must have names of their own; got {names}.")
     return tuple(group if group.sliding_window is None else _with_int_window(group) for group in groups)

@@ -73,7 +73,7 @@ def pool_text(snapshot: PoolSnapshot, *, title: str = "", width: int = 72) -> Te
     cells = _cells(snapshot, cells_per_row * _MAX_ROWS)
     text = Text()
     if title:
-        text.append(f"{title}\n", style="bold")
+        text.append(f"{_shown(title)}\n", style="bold")
     for begin in range(0, len(cells.state), cells_per_row):
         text.append(f"{begin * cells.pages_per_cell:>8}  ", style="dim")
         for i in range(begin, min(begin + cells_per_row, len(cells.state))):
@@ -106,7 +106,7 @@ def save_png(snapshot: PoolSnapshot, path: str | os.PathLike, *, title: str = ""
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_ylabel("page id" if cells.pages_per_cell == 1 else f"page id, {cells.pages_per_cell} pages a cell")
-    axes.set_title(title, fontsize=11)
+    axes.set_title(_unformatted(_shown(title)), fontsize=11)
     figure.legend(
         handles=_patches(snapshot, cells), loc="outside lower center", ncols=6, fontsize=8, frameon=False,
         title=caption(snapshot).replace(". ", ".\n"), title_fontsize=9,
@@ -198,14 +198,19 @@ def _image(cells: _Cells, columns: int) -> npt.NDArray[np.float64]:
     return grid.reshape(num_rows * padded.shape[1], columns * padded.shape[2], 3)
 
 
+def _unformatted(text: str) -> str:
+    """The text for matplotlib, which reads formulas between dollar signs."""
+    return text.replace("$", r"\$")
+
+
 def _patches(snapshot: PoolSnapshot, cells: _Cells) -> list[Any]:
     """The legend."""
     from matplotlib.patches import Patch
 
     owners, num_more = _drawn_owners(snapshot)
     palette = _owner_colours()
-    # matplotlib reads formulas between dollar signs, and hides names that begin with an underscore.
-    labels = {owner: " " + name.replace("$", r"\$") for owner, name in owners}
+    # matplotlib hides names that begin with an underscore.
+    labels = {owner: " " + _unformatted(name) for owner, name in owners}
     patches = [Patch(color=palette[owner % len(palette)], label=label) for owner, label in labels.items()]
     patches += [Patch(color="white", label=f"and {num_more} more")] if num_more else []
     if SHARED in cells.state:

@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 from jaxpaged.checks import as_count
 from jaxpaged.paging.lru import LruQueue, PageIds
+from jaxpaged.paging.owner import verb
 
 
 class OutOfPagesError(RuntimeError):
     """The pool has too few free pages. The call that raised it changed nothing.
 
     Attributes:
-        needed: Pages that the call had to take.
+        needed: Free pages that the call had to take, hits that nobody owns among them.
         free: Pages that were free.
         what: The call, in words.
     """
@@ -43,15 +44,27 @@ class PagePool:
     first out: `allocate(n)` straight after a `release` of n pages returns those pages, in the same order); or *cached*
     where its content was marked by `keep`: in a queue, from which `evict` makes the least recently used ones plain.
 
-    `allocate`, `retain` and `release` check their pages. The other calls are for an owner of the pool that knows its
-    pages (`PageAllocator`), and take them as it says.
+    `allocate`, `retain` and `release` check their pages, and raise RuntimeError while another thread is inside one of
+    them. The other calls are for an owner of the pool that knows its pages and has a guard of its own
+    (`PageAllocator`), and take them as it says.
 
     Args:
         num_pages: Pages of the pool, the null page included.
         keeps_content: Whether pages can be marked to keep their content; it costs 13 bytes a page.
     """
 
-    __slots__ = ("_counts", "_free", "_free_view", "_kept", "_known_from", "_lru", "_place", "_top", "keeps_content")
+    __slots__ = (
+        "_busy",
+        "_counts",
+        "_free",
+        "_free_view",
+        "_kept",
+        "_known_from",
+        "_lru",
+        "_place",
+        "_top",
+        "keeps_content",
+    )
 
     def __init__(self, num_pages: SupportsIndex, *, keeps_content: bool = False):
         num_pages = as_count(num_pages, "`num_pages`, the null page included,", minimum=2)
@@ -68,6 +81,7 @@ class PagePool:
         self._place = np.zeros(num_pages + 1, np.int32)
         self._known_from = len(self._free)
         self.keeps_content = keeps_content
+        self._busy = False
         self._lru = LruQueue(num_pages if keeps_content else 0)
         self._kept = np.zeros(num_pages if keeps_content else 0, np.bool_)
 
@@ -91,6 +105,7 @@ class PagePool:
         """Pages that nobody owns, plain and cached ones, the null page not counted."""
         return self.num_plain_pages + len(self._lru)
 
+    @verb
     def allocate(self, count: SupportsIndex) -> PageIds:
         """Takes `count` plain pages, with one owner each.
 
@@ -102,6 +117,7 @@ class PagePool:
             raise OutOfPagesError(count, self.num_plain_pages, "Allocation")
         return np.array(self.take(count), np.intp)
 
+    @verb
     def retain(self, page_ids: npt.ArrayLike) -> None:
         """Adds an owner to each of these pages.
 
@@ -110,6 +126,7 @@ class PagePool:
         """
         self.share(self._checked(page_ids, "retain"))
 
+    @verb
     def release(self, page_ids: npt.ArrayLike) -> None:
         """Removes an owner from each of these pages; a page that has none left is free.
 
@@ -239,8 +256,12 @@ class PagePool:
     def _checked(self, page_ids: npt.ArrayLike, verb: str) -> PageIds:
         """The ids as an index array, once it is sure that all are in use and none is repeated."""
         ids = np.asarray(page_ids)
+        if ids.ndim != 1:
+            raise ValueError(f"`page_ids` of {verb} must have one axis; got shape {ids.shape}.")
         if ids.dtype != np.intp:  # numpy would convert any other type at each use
-            ids = ids.astype(np.intp, casting="same_kind") if ids.size else np.zeros(0, np.intp)
+            if len(ids) and ids.dtype.kind not in "iu":
+                raise TypeError(f"`page_ids` of {verb} must be integers; got {ids.dtype}.")
+            ids = ids.astype(np.intp)
         # Clipped, a negative id reads the null page's count and one past the pool the sentinel's: both are 0.
         counts = self._counts.take(ids, mode="clip")
         free = (counts == 0) | self._are_plain(ids)

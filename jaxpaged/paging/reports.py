@@ -115,6 +115,9 @@ class PageStats:
         num_hit_tokens: Tokens that prefix hits spared since the allocator was made.
         num_missed_tokens: Tokens of the same prompts that had to be computed.
         num_evictions: Cached pages that were given up for others.
+        num_pinned_pages: Used pages that nothing but a pin holds.
+        num_stored_tokens: Tokens in the pages of the sequences, those of each group counted; fewer than `num_tokens` of
+            a group whose window has passed some.
     """
 
     num_usable_pages: int
@@ -130,6 +133,8 @@ class PageStats:
     num_hit_tokens: int = 0
     num_missed_tokens: int = 0
     num_evictions: int = 0
+    num_pinned_pages: int = 0
+    num_stored_tokens: int = 0
 
     @property
     def num_free_pages(self) -> int:
@@ -139,7 +144,7 @@ class PageStats:
     @property
     def num_saved_pages(self) -> int:
         """Pages that sharing saves."""
-        return self.num_unshared_pages - self.num_used_pages
+        return self.num_unshared_pages - (self.num_used_pages - self.num_pinned_pages)
 
     @property
     def saved_fraction(self) -> float:
@@ -153,8 +158,8 @@ class PageStats:
 
     @property
     def occupancy(self) -> float:
-        """Tokens as a fraction of the slots of the pages their sequences hold; the rest is the ends of last pages."""
-        return self.num_tokens / max(1, self.num_unshared_pages * self.page_size)
+        """Used slots as a fraction of those of the sequences' pages; the rest is the ends of last pages."""
+        return self.num_stored_tokens / max(1, self.num_unshared_pages * self.page_size)
 
     @property
     def hit_rate(self) -> float:

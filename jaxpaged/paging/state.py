@@ -1,9 +1,8 @@
-"""What all verbs of the page manager share: its parts, how it takes pages, and what it promised to whom."""
+"""What all verbs of the page manager share: its parts, how it finds rows and takes pages, and what an append costs."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Concatenate, ParamSpec, Protocol, SupportsIndex, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +16,6 @@ from jaxpaged.paging.lru import PageIds
 from jaxpaged.paging.pool import OutOfPagesError, PagePool
 from jaxpaged.paging.reports import PageCopy, Restore
 from jaxpaged.paging.tables import Rows, SequenceTable, unhashable
-
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound="Owned")
-
-
-class Owned(Protocol):
-    """What one thread owns: `_busy` while it is inside."""
-
-    _busy: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +37,7 @@ class PageState:
         "_busy",
         "_cache",
         "_copies",
+        "_covers_copy",
         "_groups",
         "_is_simple",
         "_keys",
@@ -59,11 +49,13 @@ class PageState:
         "_swapped",
         "_table",
         "_tables",
+        "_windowed",
     )
 
     _busy: bool
     _cache: PrefixCache | None
     _copies: list[PageCopy]
+    _covers_copy: set[int]
     _groups: tuple[PageGroup, ...]
     _is_simple: bool
     _keys: dict[int, tuple[Key, ...]]
@@ -75,6 +67,7 @@ class PageState:
     _swapped: dict[Hashable, SwappedSequence]
     _table: SequenceTable
     _tables: tuple[SequenceTable, ...]
+    _windowed: tuple[tuple[PageGroup, SequenceTable], ...]
 
     def __contains__(self, seq_id: Hashable) -> bool:
         try:
@@ -98,10 +91,12 @@ class PageState:
         if isinstance(seq_ids, str | bytes) or not isinstance(seq_ids, Sequence | np.ndarray):
             hint = "Make a list of it: its order is that of the rows."
             raise TypeError(f"`seq_ids` must be a list of sequence ids; got {type(seq_ids).__name__}. {hint}")
-        if self._swapped:
-            for seq_id in seq_ids:
+        try:
+            return self._table.rows(seq_ids)
+        except ValueError:
+            for seq_id in seq_ids:  # is it one that is swapped out?
                 self._row(seq_id)
-        return self._table.rows(seq_ids)
+            raise
 
     def _check_distinct(self, seq_ids: Sequence[Hashable], rows: Rows, verb: str) -> None:
         """Raises where a sequence is given twice."""
@@ -133,7 +128,7 @@ class PageState:
         """So many free pages, with one owner each; evicts where plain ones are not enough."""
         missing = count - self._pool.num_plain_pages
         if missing > 0 and self._cache is not None:
-            self._cache.evict(missing)
+            self._cache.evict(missing, frozenset(self._restores))
         return self._pool.take(count)
 
     def _take_array(self, count: int) -> PageIds:
@@ -152,10 +147,6 @@ class PageState:
                 f"`max_pages_per_seq` is {self._max_pages} pages of {self._page_size}; got {num_tokens}."
             )
 
-    def _free_for(self, row: int) -> int:
-        """Free pages that this sequence may take: those promised to it, and those promised to nobody."""
-        return self.num_free_pages + self._table.num_reserved.item(row)
-
     def _append_cost(self, row: int, num_tokens: int) -> tuple[int, int, list[bool]]:
         """What an append does to the pool: pages that each group adds, pages that windows free, who copies its last."""
         length = self._table.num_tokens.item(row)
@@ -163,9 +154,9 @@ class PageState:
         writes_last = num_tokens > 0 and length % self._page_size > 0
         copies = [writes_last and not self._pool.is_private(table.last_page(row)) for table in self._tables]
         freed = 0
-        for group, table in zip(self._groups, self._tables, strict=True):
-            if group.sliding_window is not None:
-                dead = self._passed_pages(group, table, row, length)
+        for group, table in self._windowed:
+            dead = self._passed_pages(group, table, row, length)
+            if len(dead):
                 freed += int(np.count_nonzero(self._pool.ref_counts(dead) == 1))
         return added, freed, copies
 
@@ -178,53 +169,12 @@ class PageState:
 
     def _pass_windows(self, row: int, num_computed: int) -> None:
         """Gives back the pages that no token from `num_computed` on sees."""
-        for group, table in zip(self._groups, self._tables, strict=True):
-            if group.sliding_window is not None:
+        for group, table in self._windowed:
+            if group.num_dead_pages(num_computed, self._page_size) > table.num_dead.item(row):
                 dead = self._passed_pages(group, table, row, num_computed)
-                if len(dead):
-                    self._pool.drop(dead.astype(np.intp))
-                    table.num_dead[row] += len(dead)
-                    dead[:] = 0
-
-    def _settle(self, row: int, free_before: int) -> None:
-        """Brings a promise up to date after the sequence took pages or gave some back.
-
-        What it takes comes off the promise, and what it gives back is promised again as far as it reserved.
-        """
-        table = self._table
-        if limit := table.limit.item(row):
-            added, _, copies = self._append_cost(row, max(0, limit - table.num_tokens.item(row)))
-            wanted = added * len(self._tables) + sum(copies)
-            promised = table.num_reserved.item(row)
-            self._promise(row, min(wanted, max(0, promised + self._pool.num_free_pages - free_before)))
-
-    def _promise(self, row: int, num_pages: int) -> None:
-        self._num_reserved += num_pages - self._table.num_reserved.item(row)
-        self._table.num_reserved[row] = num_pages
-
-
-def verb(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Refuses a call that begins while another thread is inside one: one owner, who may hand over between calls."""
-
-    @functools.wraps(method)
-    def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._busy:  # nothing lets another thread run between this line and the next
-            raise second_thread(method.__name__)
-        self._busy = True
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._busy = False
-
-    return guarded
-
-
-def second_thread(name: str) -> RuntimeError:
-    """The refusal of a verb that began inside another one."""
-    return RuntimeError(
-        f"`{name}` was called while another thread was inside the page manager. It has one owner: let one thread make "
-        "all calls, or put a lock around them."
-    )
+                self._pool.drop(dead.astype(np.intp))
+                table.num_dead[row] += len(dead)
+                dead[:] = 0
 
 
 def swapped_out(seq_id: Hashable) -> ValueError:

@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.checks import as_count
+from jaxpaged.paging.owner import verb
 from jaxpaged.paging.page_layout import Block, num_pages_of
 from jaxpaged.paging.page_store import PageStore, Places
 from jaxpaged.paging.pool import OutOfPagesError
-from jaxpaged.paging.state import verb
+from jaxpaged.paging.tables import unhashable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,10 @@ class SwapSpace:
 
     def __contains__(self, seq_id: Hashable) -> bool:
         """Whether this sequence is here."""
-        return seq_id in self._sequences
+        try:
+            return seq_id in self._sequences
+        except TypeError:
+            raise unhashable("seq_id", seq_id) from None
 
     def has(self, digest: bytes) -> bool:
         """Whether the prefix page of this digest is here. That it was kept whole shows when it is read."""
@@ -124,7 +128,7 @@ class SwapSpace:
             ValueError, TypeError: The sequence is here already, or `block` is no block like those before it.
             OSError: The file cannot be made or written.
         """
-        if seq_id in self._sequences:
+        if seq_id in self:
             raise ValueError(f"`seq_id` must be a sequence that is not here; got {seq_id!r}. Take or drop it first.")
         num_pages = num_pages_of(block)
         if num_pages > self.num_free_pages:
@@ -144,15 +148,16 @@ class SwapSpace:
         Raises:
             ValueError: The sequence is not here.
         """
-        places = self._pop(seq_id)
+        places = self._places_of(seq_id)
         block, whole = self._store.read(places)
         self._num_lost += len(whole) - int(whole.sum())
-        self._release(places.tolist())
+        self._forget(seq_id)
         return _chosen(block, np.logical_and.accumulate(whole))
 
+    @verb
     def drop(self, seq_id: Hashable) -> None:
         """Forgets a sequence. Raises ValueError when it is not here."""
-        self._release(self._pop(seq_id).tolist())
+        self._forget(seq_id)
 
     @verb
     def put_pages(self, digests: Sequence[bytes], block: Block) -> None:
@@ -203,15 +208,17 @@ class SwapSpace:
         found[found] = whole
         lost = {digest for digest, is_whole in zip(here, whole, strict=True) if not is_whole}
         self._num_lost += len(lost)
-        self.drop_pages(lost)
+        self._forget_pages(lost)
         self._touch(digest for digest in reversed(here) if digest not in lost)
         return _chosen(block, whole), found
 
+    @verb
     def drop_pages(self, digests: Iterable[bytes] | None = None) -> None:
         """Forgets pages of prefixes, those of them that are here; None forgets all."""
         chosen = list(self._prefixes) if digests is None else _checked_digests(digests)
-        self._release([self._prefixes.pop(digest) for digest in chosen if digest in self._prefixes])
+        self._forget_pages(chosen)
 
+    @verb
     def stats(self) -> SwapStats:
         """Counts of pages and sequences."""
         return SwapStats(
@@ -227,11 +234,12 @@ class SwapSpace:
             page_nbytes=0 if self._store.layout is None else self._store.layout.nbytes,
         )
 
+    @verb
     def close(self) -> None:
         """Forgets everything, gives back the memory and removes the file; what is put afterwards is refused."""
         for seq_id in list(self._sequences):
-            self.drop(seq_id)
-        self.drop_pages()
+            self._forget(seq_id)
+        self._forget_pages(list(self._prefixes))
         self._store.close()
 
     def __enter__(self) -> "SwapSpace":
@@ -265,10 +273,17 @@ class SwapSpace:
         for digest in digests:
             self._prefixes.move_to_end(digest)
 
-    def _pop(self, seq_id: Hashable) -> Places:
-        if seq_id not in self._sequences:
+    def _places_of(self, seq_id: Hashable) -> Places:
+        if seq_id not in self:
             raise ValueError(f"`seq_id` must be a sequence that is here (put_sequence brings one); got {seq_id!r}.")
-        return self._sequences.pop(seq_id)
+        return self._sequences[seq_id]
+
+    def _forget(self, seq_id: Hashable) -> None:
+        self._release(self._places_of(seq_id).tolist())
+        del self._sequences[seq_id]
+
+    def _forget_pages(self, digests: Iterable[bytes]) -> None:
+        self._release([self._prefixes.pop(digest) for digest in digests if digest in self._prefixes])
 
 
 def _chosen(block: dict[str, npt.NDArray[Any]], mask: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[Any]]:

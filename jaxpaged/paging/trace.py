@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from jaxpaged.paging.allocator import PageAllocator
-from jaxpaged.paging.groups import PageGroup
 from jaxpaged.paging.pool import OutOfPagesError
 from jaxpaged.paging.trace_values import AskedHost, from_json, to_json
 
@@ -98,8 +97,7 @@ class Trace:
         return pages
 
     def _options(self) -> dict[str, Any]:
-        groups = self.pool.get("groups")
-        return self.pool | {"groups": None if groups is None else [PageGroup(*group) for group in groups]}
+        return self.pool | {"groups": from_json("groups", self.pool.get("groups"))}
 
     @contextlib.contextmanager
     def _naming(self, line: int) -> Iterator[None]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.paging.digests import DIGEST_BYTES, Key
+from jaxpaged.paging.groups import PageGroup
 from jaxpaged.paging.reports import CachedPages, HostPages
 
 
@@ -44,17 +45,26 @@ def to_json(name: str, value: Any) -> Any:
         return [[key.kind, _value_to_json(key.value), key.position] for key in value]
     if name == "pages":
         arrays = {"digests": value.digests, "parents": value.parents}
-        tokens = None if value.tokens is None else value.tokens.tolist()
+        tokens = None if value.tokens is None or not len(value.tokens) else value.tokens.tolist()
         return {key: array.tobytes().hex() for key, array in arrays.items()} | {"tokens": tokens}
     return _plain(name, value)
 
 
 def from_json(name: str, value: Any) -> Any:
-    """The argument. Raises ValueError, TypeError, KeyError or AttributeError for what `to_json` does not give."""
+    """The argument. Raises ValueError by its name for what `to_json` does not give."""
+    try:
+        return _parsed(name, value)
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise ValueError(f"`{name}` must be as TraceRecorder writes it; got another form: {error}.") from error
+
+
+def _parsed(name: str, value: Any) -> Any:
     if value is None:
         return None
     if name == "host":
         return RecordedHost(value)
+    if name == "groups":
+        return [PageGroup(*group) for group in value]
     if name == "keys":
         return [Key(kind, _value_from_json(part), position) for kind, part, position in value]
     if name == "pages":

@@ -1,5 +1,6 @@
 """Machine code of the kernels for each GPU: no spill, loads wide and ahead, tensor cores, no op around them."""
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.programs import (
@@ -45,6 +46,22 @@ CALLS = {
     "prefill, head_dim 256": ATTENTION["prefill, head_dim 256"],
     "prefill, float32": Attention(dtype="float32", q_len=256, num_q_heads=8, sinks=True),
     "prefill, int8": ATTENTION["prefill, int8"],
+    # Each of these spilled once: groups that are no power of two, and variants that hold much in registers.
+    "prefill, int8, group 7": ATTENTION["prefill, int8, group 7"],
+    "prefill, float8_e5m2, head_dim 64": Attention(dtype="float8_e5m2", scale="head", q_len=256, head_dim=64),
+    "speculative 16, tree, group 6, head_dim 96": Attention(
+        dtype="float16", q_len=16, num_q_heads=48, head_dim=96, sliding_window=1024, sinks=True, alibi=True, tree=True
+    ),
+    "speculative 4, tree, int8, group 5, head_dim 256": Attention(
+        dtype="int8", q_len=4, num_q_heads=40, head_dim=256, tree=True
+    ),
+    "prefill, group 16, alibi, soft cap": Attention(
+        dtype="float16", q_len=256, num_q_heads=128, logits_soft_cap=30.0, alibi=True
+    ),
+    "speculative 8, group 5, head_dim 64, sinks": Attention(
+        dtype="float16", q_len=8, num_q_heads=40, head_dim=64, sinks=True
+    ),
+    "prefill, group 17, window, page 1": Attention(q_len=64, num_q_heads=136, sliding_window=1024, page_size=1),
 }
 REFUSED = {("a100", "float8_e4m3fn")}  # its registers know no such type: compute capability 8.9 and later do
 PAIRS = [(gpu, name) for name in CALLS for gpu in GPUS if (gpu, name) not in REFUSED]
@@ -83,7 +100,10 @@ def test_attention_compiled_copies_16_bytes_ahead_and_multiplies_on_tensor_cores
     group = call.num_q_heads // call.num_kv_heads
     rows = group if call.q_len == 1 else call.config.block_q * group
     crowded = call.dtype in MAX_VALUE or call.tree
-    assert code.tokens_per_turn == _tile_sizes(call.config, rows, call.head_dim, call.compute_dtype, crowded)[1]
+    if call.q_len > 1:
+        crowded |= (call.alibi and call.logits_soft_cap is not None) or call.page_size < 16
+    tiles = _tile_sizes(call.config, rows, call.head_dim, call.compute_dtype, jnp.dtype(call.dtype).itemsize, crowded)
+    assert code.tokens_per_turn == tiles[1]
     # Page ids and scales are copied ahead as well: a load here would stop the loop for as long as memory takes.
     assert code.code.hot_loop.count("LDG") == 0
     assert code.tiles_in_flight >= 1

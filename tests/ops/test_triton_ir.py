@@ -167,7 +167,7 @@ def test_triton_ir_shipped_tile_has_no_fault(interpreter, variant, monkeypatch):
         live = sum(min(n, int(options.get("sliding_window", n))) for n in case.seq_lens)
         live *= kv_heads * variant["head_dim"] * case.k_pages.itemsize
         block_m, *_ = triton._tile_sizes(
-            variant["config"], variant["q_per_kv"], variant["head_dim"], case.q.dtype, False
+            variant["config"], variant["q_per_kv"], variant["head_dim"], case.q.dtype, case.k_pages.itemsize, False
         )
         reads = cdiv(variant["q_per_kv"], block_m)
         for operand in ("k_ref", "v_ref"):

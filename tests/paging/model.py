@@ -77,13 +77,13 @@ class Device:
             for page_id, held in last.items()
         }
 
-    def owners(self, seq_ids) -> Counter:
-        """How many own each page: sequences and pins."""
+    def owners(self, seq_ids, *, pins=True) -> Counter:
+        """How many own each page: sequences, and pins unless they are not wanted."""
         held = [
             page_id
             for group in self.pages.groups
             for seq_id in seq_ids
             for page_id in self.pages.page_ids(seq_id, group=group.name).tolist()
         ]
-        pinned = self.pages._cache.pinned_pages().tolist() if self.pages._cache else []
+        pinned = self.pages._cache.pinned_pages().tolist() if self.pages._cache and pins else []
         return Counter(page_id for page_id in [*held, *pinned] if page_id)

@@ -545,6 +545,8 @@ def test_sketch_b_four_beams_take_7_pages_instead_of_16():
         "num_hit_tokens": 0,
         "num_missed_tokens": 0,
         "num_evictions": 0,
+        "num_pinned_pages": 0,
+        "num_stored_tokens": 256,
     }
     assert (stats.num_free_pages, stats.num_saved_pages) == (93, 9)
     assert stats.saved_fraction == 0.5625

@@ -70,7 +70,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.keys: dict[int, tuple[Key, ...]] = {}
         self.swapped: dict[int, list] = {}
         self.promised: dict[int, int] = {}
-        self.pins: list[tuple[list[int], tuple[Key, ...], int]] = []
+        self.pins: dict[bytes, int] = {}  # when they expire
+        self.num_hit = self.num_missed = 0
         self.mirror: set[bytes] = set()  # what a router that follows the events believes
         self.saved = None
         self.next_id = 0
@@ -103,7 +104,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             return 0
         found = {digest for digest, _ in self.device.indexed().values()}
         cache, size = self.pages._cache, self.page_size
-        chain = hash_pages(np.array(tokens, np.int32), size, parent=cache.root, keys=keys)
+        chain = self.chain(tokens, keys)
         for n in range(max(0, len(tokens) - 1) // size, 0, -1):
             hit = all(
                 as_bytes(chain[i] ^ np.array([tag, 0], np.uint64)) in found
@@ -114,11 +115,27 @@ class AllocatorMachine(RuleBasedStateMachine):
                 return n * size
         return 0
 
+    def chain(self, tokens, keys):
+        root = self.pages._cache.root
+        return hash_pages(np.array(tokens, np.int32), self.page_size, parent=root, keys=keys)
+
+    def last_digest(self, tokens, keys):
+        """The digest of a prompt's last full page, by which a pin is known."""
+        chain = self.chain(tokens, keys)
+        return as_bytes(chain[-1]) if len(chain) else self.pages._cache.root
+
     def refused(self, error, call, **attributes):
         before = self.state()
         with pytest.raises(error) as refusal:
             call()
         assert {name: getattr(refusal.value, name) for name in attributes} == attributes
+        assert self.state() == before
+
+    def refused_for_pages(self, refusal, before, *, needed=range(1, 1000), free=range(1000)):
+        """A refusal changed nothing, and says numbers among these."""
+        assert refusal.needed > refusal.free
+        assert refusal.needed in needed
+        assert refusal.free in free
         assert self.state() == before
 
     # The verbs
@@ -144,9 +161,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         try:
             before = self.state()
             num_prefix = self.pages.add(seq_id, argument, keys=keys, host=host)
-        except OutOfPagesError:
+        except OutOfPagesError as refusal:
             assert not fits
-            assert self.state() == before
+            needed = len(self.pages.groups) * self.pages_for(len(tokens))
+            hits = 0 if as_count else needed if host else len(self.pages.groups) * self.pages_for(hit)
+            self.refused_for_pages(refusal, before, needed=range(needed - hits, needed + 1), free=[free])
             assert seq_id not in self.pages
             return multiple()
         assert fits
@@ -158,6 +177,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         if self.pages._cache is None:
             assert self.pages.num_free_pages == free - len(self.pages.groups) * self.pages_for(len(tokens))
         self.tokens[seq_id], self.keys[seq_id] = tokens, keys
+        if not as_count and self.pages._cache is not None:
+            self.num_hit, self.num_missed = self.num_hit + num_prefix, self.num_missed + len(tokens) - num_prefix
         self.device.move()
         self.device.write(seq_id, tokens, num_prefix, keys)
         if commits:
@@ -201,9 +222,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             copies = self.pages.append_many(chosen, counts)
-        except OutOfPagesError:
+        except OutOfPagesError as refusal:
             assert each > self.pages.num_free_pages or len(self.pages.groups) > 1
-            assert self.state() == before
+            free, promised = self.pages.num_free_pages, self.pages.stats().num_reserved_pages
+            most = 1000 if self.pages._windowed else each + 1  # the last of some forks written in turn needs no copy
+            self.refused_for_pages(refusal, before, needed=range(most), free=range(free, free + promised + 1))
             return
         self.device.move(copies)
         for seq_id, new in zip(chosen, news, strict=True):
@@ -237,9 +260,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             self.pages.fork(parent_id, child_id)
-        except OutOfPagesError:
+        except OutOfPagesError as refusal:
             assert reserves  # the promise has to cover the copy of the last page
-            assert self.state() == before
+            self.refused_for_pages(refusal, before, needed=range(len(self.pages.groups) + 1), free=[free])
             return multiple()
         assert self.pages.num_free_pages == free or reserves
         self.tokens[child_id], self.keys[child_id] = list(self.tokens[parent_id]), self.keys[parent_id]
@@ -273,11 +296,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     def reserve(self, seq_id, count):
         if seq_id in self.swapped or len(self.tokens[seq_id]) + count > self.max_tokens:
             return
+        row = self.pages._table.row(seq_id)
+        available = self.pages.num_free_pages + self.pages._table.num_reserved.item(row)
+        needed = range(1000) if self.pages._windowed else [self.pages.num_pages_needed(seq_id, count)]
         before = self.state()
         try:
             self.pages.reserve(seq_id, count)
-        except OutOfPagesError:
-            assert self.state() == before
+        except OutOfPagesError as refusal:
+            self.refused_for_pages(refusal, before, needed=needed, free=[available])
             return
         self.promised[seq_id] = len(self.tokens[seq_id]) + count
 
@@ -306,17 +332,25 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             num_pinned = self.pages.pin(tokens, keys=keys, expires_at=expires_at)
-        except OutOfPagesError:
-            assert self.state() == before
+        except OutOfPagesError as refusal:
+            self.refused_for_pages(refusal, before, free=[self.pages.num_free_pages])
             return
         assert num_pinned <= len(tokens)
         if self.pages._cache is not None and len(tokens) >= self.page_size:
-            self.pins.append((tokens, keys, expires_at))
+            self.pins[self.last_digest(tokens, keys)] = expires_at
+
+    @rule(tokens=TOKENS, keys=st.sampled_from(KEYS))
+    def unpin(self, tokens, keys):
+        if self.pages._cache is None or self.last_digest(tokens, keys) not in self.pins:
+            self.refused(ValueError, lambda: self.pages.unpin(tokens, keys=keys))
+            return
+        self.pages.unpin(tokens, keys=keys)
+        del self.pins[self.last_digest(tokens, keys)]
 
     @rule(now=st.integers(0, 3))
     def expire(self, now):
         self.pages.expire(now)
-        self.pins = [pin for pin in self.pins if pin[2] > now]
+        self.pins = {name: expires_at for name, expires_at in self.pins.items() if expires_at > now}
 
     @rule(really=RARELY)
     def reset(self, really):
@@ -340,19 +374,62 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.state()
         try:
             affected = self.pages.invalidate(seq_id, valid)
-        except OutOfPagesError:
-            assert len(self.pages.groups) > 1 or self.pages.groups[0].sliding_window
-            assert self.state() == before
+        except OutOfPagesError as refusal:
+            assert self.pages._windowed
+            self.refused_for_pages(refusal, before, free=[self.pages.num_free_pages])
             return
         self.device.move()  # what was evicted for the pages of windows
-        for page_id in lost:
-            self.device.slots[page_id] = [STALE] * self.page_size
+        self.lose(lost)
         for other in affected:
             for group in self.pages.groups:  # what the first token to compute sees is there
                 page_ids = self.pages.page_ids(other, group=group.name)
                 num_dead = np.count_nonzero(page_ids == NULL_PAGE)
                 assert other != seq_id or num_dead <= group.num_dead_pages(valid, self.page_size)
             self.device.write(other, self.tokens[other], 0, self.keys[other])
+
+    def lose(self, page_ids):
+        """These pages hold nothing any more, and pins of them have ended."""
+        for page_id in page_ids:
+            self.device.slots[page_id] = [STALE] * self.page_size
+        if self.pages._cache is not None:
+            self.pins = {name: at for name, at in self.pins.items() if name in self.pages._cache._pins}
+
+    @rule(data=st.data(), really=RARELY)
+    def forget_pages(self, data, really):
+        """An import failed: those who hold these pages compute them anew."""
+        if not really:
+            return
+        lost = data.draw(st.sets(st.integers(1, self.pages.num_pages - 1), max_size=3))
+        self.pages.forget_pages(np.array(sorted(lost), np.int32))
+        held = {i: [self.pages.page_ids(i, group=g.name).tolist() for g in self.pages.groups] for i in self.live()}
+        for seq_id in [i for i, groups in held.items() if any(lost & set(page_ids) for page_ids in groups)]:
+            self.device.write(seq_id, self.tokens[seq_id], 0, self.keys[seq_id])
+        kept = set(self.pages._pool.kept_pages().tolist())
+        assert not lost & kept
+        self.lose(lost - {page_id for groups in held.values() for page_ids in groups for page_id in page_ids})
+
+    @rule(tokens=TOKENS, keys=st.sampled_from(KEYS))
+    def explain(self, tokens, keys):
+        before, said = self.state(), self.pages.explain(tokens, keys=keys)
+        assert len(said) == self.pages_for(len(tokens))
+        num_hit, in_part = divmod(self.pages.match(tokens, keys=keys), self.page_size)
+        assert [page.hit for page in said] == [i < num_hit for i in range(len(said))]
+        assert [page.hit for page in said] == [page.reason.startswith("hit:") for page in said]
+        assert any(page.reason.startswith("hit in part") for page in said) == (in_part > 0)
+        if self.pages._cache is not None:
+            full = len(tokens) // self.page_size
+            assert all(page.reason.startswith("not full") for page in said[full:] if "in part" not in page.reason)
+            found = {digest for digest, _ in self.device.indexed().values()}
+            for page in said[:full]:
+                digests = [
+                    as_bytes(self.pages._cache.tagged(self.chain(tokens, keys)[[page.page_index]], group))
+                    for group in range(len(self.pages.groups))
+                ]
+                if page.reason.startswith(("never seen", "evicted", "cached without", "not cached")):
+                    assert any(digest not in found for digest in digests)
+                if page.reason.startswith("holds the last token"):
+                    assert (page.page_index + 1) * self.page_size == len(tokens)
+        assert self.state() == before
 
     @rule()
     def save_or_adopt(self):
@@ -464,6 +541,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         reserved = sum(self.pages._table.num_reserved.item(self.pages._table.row(i)) for i in self.live())
         assert self.pages.stats().num_reserved_pages == reserved
         assert self.pages.num_free_pages == self.pages._pool.num_free_pages - reserved >= 0
+        for seq_id in self.live():  # nobody is promised more than it could use
+            row = self.pages._table.row(seq_id)
+            left = max(0, self.pages._table.limit.item(row) - len(self.tokens[seq_id]))
+            added, _, copies = self.pages._append_cost(row, left)
+            assert self.pages._table.num_reserved.item(row) <= added * len(self.pages.groups) + sum(copies)
         for seq_id, limit in self.promised.items():
             if limit > (length := len(self.tokens[seq_id])):
                 row = self.pages._table.row(seq_id)
@@ -489,6 +571,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         stats = self.pages.stats()
         assert stats.num_used_pages == len(owners)
         assert stats.num_shared_pages == sum(count > 1 for count in owners.values())
+        assert (stats.num_hit_tokens, stats.num_missed_tokens) == (self.num_hit, self.num_missed)
+        held = self.device.owners(self.live(), pins=False)
+        assert stats.num_unshared_pages == sum(held.values())
+        assert stats.num_pinned_pages == len(owners) - len(held)
+        assert stats.num_saved_pages >= 0
+        assert 0 <= stats.occupancy <= 1
+        sharing = self.pages.sharing(self.live())
+        assert sharing.num_saved_pages == stats.num_saved_pages
         assert stats.num_tokens == sum(len(self.tokens[i]) for i in self.live())
         assert (stats.num_sequences, stats.num_swapped_sequences) == (len(self.live()), len(self.swapped))
 
@@ -501,7 +591,7 @@ def test_allocator_against_the_model(request, kind):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=2_600 if soak else 25,
+            max_examples=2_800 if soak else 27,
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

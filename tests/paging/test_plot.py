@@ -166,3 +166,11 @@ def test_names_that_a_terminal_or_a_formula_would_obey_are_shown_as_they_are(tmp
         patches = plot._patches(pages.snapshot(), plot._cells(pages.snapshot(), 64))
         assert [p.get_label() for p in patches[:3]] == [r" a\x1b[31m\nb", r" cost \$\frac{1}\$", " _hidden"]
         save_png(pages.snapshot(), tmp_path / "pool.png")
+
+
+@needs_matplotlib
+def test_title_that_a_terminal_or_a_formula_would_obey_is_shown_as_it_is(tmp_path):
+    snapshot = PageAllocator(3).snapshot()
+    title = "the \x1b[31m $\\frac{1}$"
+    save_png(snapshot, tmp_path / "pool.png", title=title)  # matplotlib would refuse that formula
+    assert pool_text(snapshot, title=title).plain.startswith("the \\x1b[31m $\\frac{1}$\n")

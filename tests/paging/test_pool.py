@@ -1,6 +1,7 @@
 """PagePool: the free stack and the reference counts."""
 
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -123,8 +124,38 @@ def test_release_of_a_negative_id_does_not_reach_the_page_that_it_would_index():
 def test_release_of_floats_raises_type_error():
     pool = PagePool(4)
     pool.allocate(3)
-    with pytest.raises(TypeError, match="same_kind"):
+    with pytest.raises(TypeError, match=r"^`page_ids` of release must be integers; got float64\.$"):
         pool.release([1.5])
+
+
+def test_release_of_one_number_raises_value_error():
+    pool = PagePool(4)
+    pool.allocate(3)
+    with pytest.raises(ValueError, match=r"^`page_ids` of release must have one axis; got shape \(\)\.$"):
+        pool.release(1)
+    assert pool.num_free_pages == 0
+
+
+@pytest.mark.parametrize("verb", ["allocate", "retain", "release"])
+def test_call_from_a_second_thread_inside_a_verb_raises(verb):
+    pool, inside, done = PagePool(8), threading.Event(), threading.Event()
+
+    class Slow:
+        def __index__(self):
+            inside.set()
+            done.wait(10)
+            return 2
+
+    first = threading.Thread(target=pool.allocate, args=[Slow()])
+    first.start()
+    inside.wait(10)
+    try:
+        with pytest.raises(RuntimeError, match=rf"^`{verb}` was called while another thread was inside the page"):
+            getattr(pool, verb)(1)
+    finally:
+        done.set()
+        first.join()
+    assert pool.num_free_pages == 5
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.0, "2", None])

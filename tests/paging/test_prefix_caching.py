@@ -116,7 +116,7 @@ def test_hits_that_nobody_owns_count_against_free_pages():
     assert (pages.num_free_pages, pages.stats().num_cached_pages) == (7, 5)
     longer = PROMPT + list(range(9))  # 8 pages, 5 of them cached
     assert not pages.can_allocate(longer)
-    with pytest.raises(OutOfPagesError, match=r"^add of 29 tokens to sequence 'b' needs 3 pages; 2 are free\."):
+    with pytest.raises(OutOfPagesError, match=r"^add of 29 tokens to sequence 'b' needs 8 pages; 7 are free\."):
         pages.add("b", longer)
     assert pages.can_allocate(longer[:28])
     assert pages.add("b", longer[:28]) == 20
@@ -225,7 +225,7 @@ def test_explain_says_why_page_by_page():
     said = pages.explain([*PROMPT[:8], 1, 2, 3, 4, 5])
     assert [page.hit for page in said] == [True, True, False, False]
     assert [page.reason for page in said] == [
-        "hit: 1 owners", "hit: 1 owners", "never seen, or evicted long ago", "not full: 1 of 4 tokens",
+        "hit: 1 owner", "hit: 1 owner", "never seen, or evicted long ago", "not full: 1 of 4 tokens",
     ]  # fmt: skip
     assert pages.explain(PROMPT)[4].reason == "holds the last token, which is always computed anew"
     assert pages.explain(PROMPT, keys=[Key("adapter", "x")])[0].reason == "cached without `keys`, or under others"
@@ -267,7 +267,7 @@ def test_explain_of_a_windowed_group_hits_pages_that_no_token_sees():
     assert [page.hit for page in said] == [True] * 5 + [False]
     assert [page.page_id for page in said[:4]] == [0] * 4
     assert said[0].reason == "hit: no token to compute sees it"
-    assert said[4].reason == "hit: 1 owners"
+    assert said[4].reason == "hit: 1 owner"
 
 
 def test_explain_names_a_partial_hit():
@@ -277,11 +277,47 @@ def test_explain_names_a_partial_hit():
     said = pages.explain([*tokens[:30], 7, 7, 7, 7])
     assert (said[1].hit, said[1].page_id, said[1].num_owners) == (False, 2, 1)
     assert [page.reason for page in said] == [
-        "hit: 1 owners", "hit in part: its first 14 tokens are copied from page 2", "not full: 2 of 16 tokens",
+        "hit: 1 owner", "hit in part: its first 14 tokens are copied from page 2", "not full: 2 of 16 tokens",
     ]  # fmt: skip
 
 
 # Pins, reset, events, saving
+
+
+def test_stats_of_pins_count_no_saving_and_of_windows_no_passed_tokens():
+    pages = make_pages(20)
+    add_committed(pages, "a", PROMPT)
+    pages.pin(PROMPT[:8])
+    pages.pin(PROMPT)
+    assert (pages.stats().num_pinned_pages, pages.stats().num_saved_pages) == (0, 0)
+    pages.free("a")
+    stats = pages.stats()
+    assert (stats.num_used_pages, stats.num_pinned_pages, stats.num_saved_pages, stats.saved_fraction) == (5, 5, 0, 0)
+    pages = make_pages(20, groups=[PageGroup("all"), PageGroup("near", 3)])
+    pages.add("a", 10)
+    pages.append("a", 1)
+    stats = pages.stats()  # near: the first two of three pages are gone
+    assert (stats.num_unshared_pages, stats.num_stored_tokens, stats.occupancy) == (4, 11 + 3, 14 / 16)
+
+
+def test_sharing_of_a_sequence_given_twice_raises():
+    pages = make_pages(20)
+    pages.add("a", 10)
+    with pytest.raises(ValueError, match=r"^`seq_ids` of sharing must be distinct; got 'a' twice\.$"):
+        pages.sharing(["a", "a"])
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_add_of_a_list_of_lists_raises(prefix_caching):
+    pages = PageAllocator(20, 4, prefix_caching=prefix_caching)
+    for tokens in ([[1, 2, 3]], [np.arange(3)], ((1,), (2, 3))):
+        with pytest.raises(
+            ValueError, match=r"^`token_ids` of sequence 'a' must be one list of integers; got a list of"
+        ):
+            pages.add("a", tokens)
+        with pytest.raises(ValueError, match=r"^`num_tokens` must be one list of integers; got a list of lists\.$"):
+            pages.can_allocate(tokens)
+    assert "a" not in pages
 
 
 def test_pinned_pages_stay_until_their_time_is_up():
@@ -427,6 +463,52 @@ def test_reserve_keeps_pages_from_others_until_they_are_used():
     assert pages.num_free_pages == 2
 
 
+def test_refused_add_counts_hits_that_nobody_owns_as_pages_to_take():
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    pages.free("a")
+    pages.add("b", 1)
+    pages.reserve("b", 16)
+    with pytest.raises(OutOfPagesError, match=r"^add of 20 tokens to sequence 'c' needs 5 pages; 2 are free\."):
+        pages.add("c", PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("page_ids", "error", "message"),
+    [
+        ([0], ValueError, r"must be in 1 \.\. 7; got 0 \.\. 0\."),
+        ([1, 8], ValueError, r"must be in 1 \.\. 7; got 1 \.\. 8\."),
+        ([-1], ValueError, r"must be in 1 \.\. 7; got -1 \.\. -1\."),
+        (3, ValueError, r"must have one axis; got shape \(\)\."),
+        ([1.0], TypeError, r"must be integers below 2\*\*63; got float64\."),
+        ([2**70], TypeError, r"must be integers below 2\*\*63; got object\."),
+    ],
+)
+def test_forget_pages_of_what_is_no_page_raises(page_ids, error, message):
+    pages = make_pages(8)
+    add_committed(pages, "a", PROMPT)
+    with pytest.raises(error, match=f"^`page_ids` {message}$"):
+        pages.forget_pages(page_ids)
+    pages.forget_pages([])
+    assert pages.match(PROMPT) == 16
+
+
+def test_page_that_was_to_be_restored_and_is_evicted_before_is_neither_exported_nor_imported():
+    class Host:
+        def has(self, digest):
+            return True
+
+    pages = make_pages(6, offload=True)
+    assert pages.add("a", PROMPT[:9], host=Host()) == 8
+    pages.free("a")  # its pages can be hit, but nobody imported them
+    pages.add("b", 20)
+    assert (pages.take_evictions(), pages.take_restores()) == ([], [])
+    pages.free("b")
+    assert pages.add("a", PROMPT[:9], host=Host()) == 8
+    pages.reset()
+    assert pages.take_restores() == []
+
+
 def test_growth_beyond_the_table_raises_with_numbers():
     pages = PageAllocator(20, 4, max_pages_per_seq=2)
     pages.add("a", 8)
@@ -473,21 +555,77 @@ def test_fork_and_free_again_and_again_promises_one_copy_only():
         pages.fork("a", "child")
         assert pages.stats().num_reserved_pages == 1
         pages.free("child")
+        assert pages.stats().num_reserved_pages == 0
     pages.fork("a", "child")
     assert pages.append("a", 1) == [PageCopy(2, 3)]
     assert pages.stats().num_reserved_pages == 0
 
 
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda pages: pages.free("child"),
+        lambda pages: pages.truncate("child", 4),
+        lambda pages: pages.append("child"),
+        lambda pages: pages.append_many(["child"], [1]),
+        lambda pages: pages.append_many(["child", "b"], [1, 2]),
+        lambda pages: pages.swap_out("child"),
+    ],
+)
+def test_copy_that_was_promised_is_given_back_when_a_fork_leaves_the_page(end):
+    pages = PageAllocator(20, 4)
+    pages.add("b", 1)
+    pages.add("a", 6)
+    pages.reserve("a", 4)
+    pages.fork("a", "child")
+    assert pages.stats().num_reserved_pages == 2
+    end(pages)
+    assert pages.stats().num_reserved_pages == 1
+    pages.append("a", 4)
+    assert pages.stats().num_reserved_pages == 0
+
+
+@pytest.mark.parametrize("forget", [lambda pages: pages.reset(), lambda pages: pages.forget_pages([1])])
+def test_copy_that_was_promised_is_given_back_when_the_content_is_forgotten(forget):
+    pages = make_pages(20)
+    add_committed(pages, "a", [0, 1, 2, 3])
+    pages.truncate("a", 2)
+    pages.reserve("a", 1)
+    assert pages.stats().num_reserved_pages == 1
+    forget(pages)
+    assert pages.stats().num_reserved_pages == 0
+    assert pages.append("a") == []
+
+
+@pytest.mark.parametrize("others", [None, [], ["b"]])
 @pytest.mark.parametrize("count", [1, 2])
-def test_append_up_to_the_length_reserved_leaves_nothing_promised(many, count):
+def test_append_up_to_the_length_reserved_leaves_nothing_promised(others, count):
     pages = PageAllocator(20, 4)
     pages.add("a", 6)
+    pages.add("b", 6)
     pages.fork("a", "child")
     pages.reserve("a", 2)
     pages.free("child")
-    pages.append_many(["a"], count) if many else pages.append("a", count)
+    pages.append("a", count) if others is None else pages.append_many(["a", *others], count)
     assert pages.stats().num_reserved_pages == 0
+
+
+def test_append_many_of_one_sequence_is_as_append():
+    one, many = PageAllocator(4, 4, max_pages_per_seq=3), PageAllocator(4, 4, max_pages_per_seq=3)
+    for pages in (one, many):
+        pages.add("a", 6)
+        pages.fork("a", "child")
+    assert one.append("a", 2) == many.append_many(["a"], [2]) == [PageCopy(2, 3)]
+    assert one.page_ids("a").tolist() == many.page_ids("a").tolist()
+    for counts in (1, [1], np.array([1])):
+        with pytest.raises(OutOfPagesError, match=r"^append_many .* needs 1 pages; 0 are free\."):
+            many.append_many(["a"], counts)
+    for counts in (5, [5], np.array([5])):
+        with pytest.raises(ValueError, match=r"^Sequence 'a' must have at most 12 tokens, .* got 13\.$"):
+            many.append_many(["a"], counts)
+    with pytest.raises(ValueError, match=r"^`num_tokens` for sequence 'a' must be an integer >= 0; got -1\.$"):
+        many.append_many(["a"], [-1])
+    assert many.seq_len("a") == 8
 
 
 @pytest.mark.parametrize(
@@ -598,6 +736,7 @@ def test_snapshot_shows_each_page_once():
         ({"prefix_caching": "no"}, r"^`prefix_caching` must be True or False; got 'no' \(str\)\.$"),
         ({"prefix_caching": True, "offload": 1}, r"^`offload` must be True or False; got 1 \(int\)\.$"),
         ({"groups": []}, r"^`groups` must be at least one PageGroup; got \(\)\.$"),
+        ({"groups": [PageGroup(["a"])]}, r"^`groups` must have strings for names; got \[\['a'\]\]\.$"),  # pyright: ignore
         (
             {"groups": [PageGroup("a"), PageGroup("a", 3)]},
             r"^`groups` must have names of their own; got \['a', 'a'\]\.$",

@@ -270,6 +270,17 @@ def test_a_second_thread_inside_is_refused(space):
         "take_sequence": ("a",),
         "put_pages": ([], {}),
         "get_pages": ([],),
+        "drop": ("a",),
+        "drop_pages": (),
+        "stats": (),
+        "close": (),
     }.items():
         with pytest.raises(RuntimeError, match=f"`{verb}` was called while another thread was inside"):
             getattr(space, verb)(*arguments)
+    space._busy = False
+
+
+def test_sequence_id_that_cannot_be_one_raises(space):
+    for call in (lambda: space.put_sequence([1], make_block(1)), lambda: space.drop([1]), lambda: [1] in space):
+        with pytest.raises(TypeError, match=r"^`seq_id` must be hashable, such as a number, a string or a tuple of"):
+            call()

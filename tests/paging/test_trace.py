@@ -111,6 +111,14 @@ def test_replay_of_adopted_pages_finds_them(partial_hits):
         assert allocator.match([*tokens[:6], 0, 0]) == (6 if partial_hits else 4)
 
 
+@pytest.mark.parametrize("partial_hits", [False, True])
+def test_replay_of_adopting_nothing_adopts_nothing(partial_hits):
+    file = io.StringIO()
+    pages = PageAllocator(9, 4, prefix_caching=True, partial_hits=partial_hits)
+    assert TraceRecorder(pages, file).adopt(pages.cached_pages()).tolist() == []
+    assert parse_trace(file.getvalue().splitlines()).replay().stats() == pages.stats()
+
+
 def test_recorder_has_the_results_and_the_rest_of_the_allocator():
     pages = TraceRecorder(PageAllocator(9, 4), io.StringIO())
     assert pages.add("a", 6) == 0
@@ -199,14 +207,24 @@ def test_parse_of_a_bad_line_names_it(lines, message):
             [HEAD, '{"verb": "add", "seq_id": 1, "token_ids": 99}'],
             r"^trace, line 2: add of 99 tokens to sequence 1 needs",
         ),
-        ([HEAD[:-1] + ', "groups": [[]]}'], r"^trace, line 1: "),
-        ([HEAD, '{"verb": "adopt", "pages": {}}'], r"^trace, line 2: "),
-        ([HEAD, '{"verb": "adopt", "pages": 3}'], r"^trace, line 2: "),
+        (
+            [HEAD[:-1] + ', "groups": [[]]}'],
+            r"^trace, line 1: `groups` must be as TraceRecorder writes it; got another",
+        ),
+        ([HEAD[:-1] + ', "groups": 5}'], r"^trace, line 1: `groups` must be as TraceRecorder writes it; got another"),
+        ([HEAD, '{"verb": "adopt", "pages": {}}'], r"^trace, line 2: `pages` must be as TraceRecorder writes it; got"),
+        ([HEAD, '{"verb": "adopt", "pages": 3}'], r"^trace, line 2: `pages` must be as TraceRecorder writes it; got"),
+        (
+            [HEAD, '{"verb": "adopt", "pages": {"digests": "", "parents": "", "tokens": [[9999999999]]}}'],
+            r"^trace, line 2: `pages` must be as TraceRecorder writes it; got another form",
+        ),
+        ([HEAD, '{"verb": "forget_pages", "page_ids": [99999999999999999999]}'], r"^trace, line 2: `page_ids` must be"),
+        ([HEAD, '{"verb": "forget_pages", "page_ids": "a"}'], r"^trace, line 2: `page_ids` must have one axis; got"),
         (
             [HEAD, '{"verb": "pin", "token_ids": [1], "keys": [["a", {"hex": "xy"}, 0]]}'],
-            r"^trace, line 2: non-hexadec",
+            r"^trace, line 2: `keys` must be as TraceRecorder writes it; got another form: non-hexadec",
         ),
-        ([HEAD, '{"verb": "add", "seq_id": 1, "token_ids": [1], "host": 5}'], r"^trace, line 2: "),
+        ([HEAD, '{"verb": "add", "seq_id": 1, "token_ids": [1], "host": 5}'], r"^trace, line 2: `host` must be as Tr"),
         ([HEAD, '{"verb": "add", "seq_id": [], "token_ids": 9}'], r"^trace, line 2: .*unhashable"),
     ],
 )
