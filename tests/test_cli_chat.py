@@ -70,7 +70,7 @@ def test_chat_answers_each_line_as_without_the_cache_and_reuses_pages(chat, path
     code, out, err = chat("\n".join(said), *flags)
     assert code == 0
     assert out == "".join(answer + "\n" for answer in solo_answers(path, said, system))
-    turns = re.findall(r"\[(\d+) of (\d+) prompt tokens reused; (\d+) tokens in \d+\.\d s, first \d+\.\d s\]", err)
+    turns = re.findall(r"\[(\d+) of (\d+) prompt tokens reused; (\d+) tokens? in \d+\.\d s, first \d+\.\d s\]", err)
     reused, prompt, new = zip(*(map(int, turn) for turn in turns), strict=True)
     assert reused[0] == 0
     assert all(n >= before // 16 * 16 for n, before in zip(reused[1:], prompt[:-1], strict=True))
