@@ -83,7 +83,9 @@ def profiled(args: argparse.Namespace) -> Iterator[None]:
     if args.profile is None:
         yield
         return
-    with jax.profiler.trace(args.profile):
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of a Python function would slow what is measured, and fill the trace
+    with jax.profiler.trace(args.profile, profiler_options=options):
         yield
     print(f"Trace written below {args.profile}: see it in XProf or Perfetto.", file=sys.stderr)
 
