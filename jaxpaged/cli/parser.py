@@ -113,4 +113,4 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     group.add_argument("--num-pages", type=int, metavar="N", help="pages of the pool, the null page included")
     group.add_argument("--backend", choices=get_args(Backend), default="auto")
     group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    group.add_argument("--profile", metavar="DIR", help="write a trace for a profiler's viewer into DIR")
+    group.add_argument("--profile", metavar="DIR", help="write a trace for XProf and Perfetto into DIR")
