@@ -6,6 +6,9 @@ from typing import Literal
 NULL_PAGE = 0
 """The page id that is never allocated. Page tables are padded with it, so that a gather of padding stays in range."""
 
+Backend = Literal["auto", "reference", "xla", "triton", "interpret"]
+"""What computes attention: see `jaxpaged.ops.attention.paged_attention`."""
+
 
 def cdiv(a: int, b: int) -> int:
     """`a / b` rounded up, for non-negative integers."""

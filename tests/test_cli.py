@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 
 from jaxpaged import cli, engine
+from jaxpaged.cli import app
+from jaxpaged.cli import generate as generate_command
+from jaxpaged.cli.parser import make_parser
 from jaxpaged.models.loading import load_model
 from jaxpaged.paging import PageAllocator
 from jaxpaged.paging.trace import TraceRecorder
@@ -138,8 +141,8 @@ def test_generate_from_a_sentencepiece_model_keeps_words_apart(generate, records
 def test_text_after_a_prompt_keeps_the_space_of_the_next_word(models):
     _, tokenizer = load_model(models / "llama.gguf")
     prompt, word = tokenizer.encode("in"), tokenizer.encode("the")[1:]
-    assert cli._text_after(prompt, tokenizer).push(word[0]) == " the"
-    assert cli._text_after([], tokenizer).push(word[0]) == "the"
+    assert generate_command._text_after(prompt, tokenizer).push(word[0]) == " the"
+    assert generate_command._text_after([], tokenizer).push(word[0]) == "the"
 
 
 def test_generate_chat_applies_the_template_and_prints_the_reply_only(generate, records):
@@ -225,7 +228,7 @@ def test_summarise_of_more_prompts_than_run_together_compares_with_one_batch(cap
     output = engine.RequestOutput(
         request_id=0, prompt_token_ids=(1,), token_ids=(2,), finish_reason=engine.FinishReason.LENGTH, num_pages=2
     )
-    cli._summarise(Done(), [output] * 70, 48, 1.0)
+    generate_command._summarise(Done(), [output] * 70, 48, 1.0)
     assert capsys.readouterr().err.endswith(
         "KV cache: 128 pages of 16 tokens, 256.0 MiB: "
         "128.0 MiB less than the 384.0 MiB of a contiguous [64, 48] cache.\n"
@@ -247,8 +250,8 @@ def test_generate_summary_where_paging_takes_more_says_so(generate):
 def test_read_prompts_from_a_file_takes_each_line_as_it_stands(tmp_path, start, end):
     newline = end or "\n"
     (tmp_path / "p.txt").write_bytes((start + newline.join(["café ☕ ", "\tthe\u2028hen", " "]) + end).encode())
-    args = cli._parser().parse_args(["generate", "first", "--prompts-file", str(tmp_path / "p.txt")])
-    assert cli._read_prompts(args) == ["first", "café ☕ ", "\tthe\u2028hen", " "]
+    args = make_parser().parse_args(["generate", "first", "--prompts-file", str(tmp_path / "p.txt")])
+    assert generate_command._read_prompts(args) == ["first", "café ☕ ", "\tthe\u2028hen", " "]
 
 
 @pytest.mark.parametrize("arguments", [("--prompts-file", "-"), ("-",)])
@@ -410,13 +413,13 @@ def test_generate_one_prompt_on_a_terminal_streams_it(generate, records, termina
     [record] = records("the hen")
     stdout = terminal("stdout")
     pieces = []
-    push = cli.Engine.step
+    push = engine.Engine.step
 
     def step(self):
         pieces.append(stdout.read())
         return push(self)
 
-    monkeypatch.setattr(cli.Engine, "step", step)
+    monkeypatch.setattr(engine.Engine, "step", step)
     code, _, err = generate("the hen")
     pieces.append(stdout.read())
     assert code == 0
@@ -468,8 +471,8 @@ def test_generate_interrupted_exits_with_130_and_no_traceback(generate, monkeypa
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.Engine, "step", interrupted)
-    monkeypatch.setattr(cli, "_leave", sys.exit)
+    monkeypatch.setattr(engine.Engine, "step", interrupted)
+    monkeypatch.setattr(app, "_leave", sys.exit)
     assert generate("the hen") == (130, "", "")
 
 

@@ -44,9 +44,9 @@ def test_readme_tree_names_every_module():
 
 
 def test_readme_commands_are_those_of_the_command_line():
-    from jaxpaged.cli import _parser
+    from jaxpaged.cli.parser import make_parser
 
     for command in re.findall(r"^    (?:uv run )?jaxpaged (.*?)(?: +#.*)?$", README, re.MULTILINE):
         words = [a or b for a, b in re.findall(r'"([^"]*)"|(\S+)', command)]
         if words and words[0] != "/":
-            _parser().parse_args(words)
+            make_parser().parse_args(words)

@@ -54,13 +54,15 @@ class Block(nnx.Module):
         """The layer's output and the cache with this step's K and V of the layer in it."""
         config = self.config
         multiply = partial(_multiply, eps=config.rms_norm_eps, backend=self.backend)
-        qkv = multiply(x, self.qkv[...], norm=self.attn_norm[...])
-        qkv = qkv.reshape(-1, config.num_q_heads + 2 * config.num_kv_heads, config.head_dim)
-        q, cache = rope_and_write(cache, layer, qkv, *rope, batch.slot_mapping, backend=self.backend)
-        attended = attend(q, cache, batch, layer, backend=self.backend)
-        x = multiply(attended.reshape(x.shape[0], -1), self.o[...], residual=x)
-        hidden = multiply(x, self.gate_up[...], norm=self.mlp_norm[...], gated=True)
-        return multiply(hidden, self.down[...], residual=x), cache
+        with jax.named_scope("attention"):
+            qkv = multiply(x, self.qkv[...], norm=self.attn_norm[...])
+            qkv = qkv.reshape(-1, config.num_q_heads + 2 * config.num_kv_heads, config.head_dim)
+            q, cache = rope_and_write(cache, layer, qkv, *rope, batch.slot_mapping, backend=self.backend)
+            attended = attend(q, cache, batch, layer, backend=self.backend)
+            x = multiply(attended.reshape(x.shape[0], -1), self.o[...], residual=x)
+        with jax.named_scope("mlp"):
+            hidden = multiply(x, self.gate_up[...], norm=self.mlp_norm[...], gated=True)
+            return multiply(hidden, self.down[...], residual=x), cache
 
 
 class Llama(nnx.Module):
@@ -113,11 +115,13 @@ class Llama(nnx.Module):
             )
         x, rope = _enter(self.embed[...], batch, self.config)
         if not self.compiles_itself:  # outside of `jit`, on a CPU, plans would be made for nobody
-            batch = plan_batch(batch)
+            with jax.named_scope("attention_plan"):
+                batch = plan_batch(batch)
         if isinstance(self.layers, nnx.List):
             call = _call_and_donate if self.compiles_itself else _call_block
             for layer, block in enumerate(self.layers):
-                x, cache = call(block, x, cache, batch, layer, rope)
+                with jax.named_scope(f"layer_{layer}"):
+                    x, cache = call(block, x, cache, batch, layer, rope)
         else:
 
             def body(carry: tuple[Array, KVCache], numbered: tuple[Any, Block]) -> tuple[tuple[Array, KVCache], None]:
@@ -125,7 +129,8 @@ class Llama(nnx.Module):
                 return block(*carry, batch, layer, rope), None
 
             layers: tuple[Any, Block] = (jnp.arange(self.config.num_layers), self.layers)
-            (x, cache), _ = lax.scan(body, (x, cache), layers)
+            with jax.named_scope("layers"):
+                (x, cache), _ = lax.scan(body, (x, cache), layers)
         head = self.embed if self.lm_head is None else self.lm_head
         return _exit(x, batch, self.final_norm[...], head[...], self.config.rms_norm_eps, self.backend), cache
 
@@ -177,7 +182,8 @@ def _enter(embed: Array, batch: Batch, config: LlamaConfig) -> tuple[Array, tupl
     frequencies = rope_frequencies(
         config.head_dim, theta=config.rope_theta, factor=config.rope_factor, freq_factors=config.rope_freq_factors
     )
-    return embed[batch.token_ids], rope_angles(batch.positions, frequencies)
+    with jax.named_scope("embedding"):
+        return embed[batch.token_ids], rope_angles(batch.positions, frequencies)
 
 
 @jax.jit
@@ -193,9 +199,10 @@ _call_and_donate = jax.jit(_call_block, donate_argnames=("x", "cache"))
 @partial(jax.jit, static_argnames=("eps", "backend"))
 def _exit(x: Array, batch: Batch, final_norm: Array, head: Array, eps: float, backend: Backend) -> Array:
     """Logits after the last new token of each sequence; those of a sequence without one mean nothing."""
-    if batch.cu_q_lens is not None:
-        x = x[batch.cu_q_lens[1:] - 1]
-    return _multiply(x, head, norm=final_norm, eps=eps, backend=backend).astype(jnp.float32)
+    with jax.named_scope("lm_head"):
+        if batch.cu_q_lens is not None:
+            x = x[batch.cu_q_lens[1:] - 1]
+        return _multiply(x, head, norm=final_norm, eps=eps, backend=backend).astype(jnp.float32)
 
 
 def _multiply(x: Array, weight: Array, *, backend: Backend, **options: Any) -> Array:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpaged.batch import Batch
 from jaxpaged.checks import require_arrays
-from jaxpaged.config import AttentionConfig
+from jaxpaged.config import AttentionConfig, Backend
 from jaxpaged.kv_cache import KVCache, check_layer
 from jaxpaged.ops import triton
 from jaxpaged.ops.grad import attend_with_gradient
@@ -19,8 +19,6 @@ from jaxpaged.ops.plan import AttentionPlan, PlanKey, check_plan, find_plan
 from jaxpaged.ops.reference import paged_attention_reference
 from jaxpaged.ops.xla import paged_attention_xla
 from jaxpaged.quantize import MAX_VALUE, is_quantized
-
-Backend = Literal["auto", "reference", "xla", "triton", "interpret"]
 
 
 def paged_attention(
