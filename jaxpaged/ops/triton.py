@@ -74,10 +74,12 @@ def _attention_kernel(
     layer = layer_ref[0]
     share = _read(Share, shares_ref, program)
 
+    first_row = pl.program_id(0) % row_blocks * block_m
+
     def rows(count):
         # Places of rows take up to 32 registers, and computed once they would be held through the loop over K and V.
         # The sign of a count is a zero that no compiler knows: with it they are computed anew.
-        row = pl.program_id(0) % row_blocks * block_m + jnp.arange(block_m) + lax.shift_right_arithmetic(count, 31)
+        row = first_row + jnp.arange(block_m) + lax.shift_right_arithmetic(count, 31)
         return row // q_per_kv, kv_head * q_per_kv + row % q_per_kv
 
     q_index, head = rows(jnp.int32(0))
