@@ -1,6 +1,7 @@
 """Continuous batching over one cache: `Request -> Scheduler -> StepPlan -> Runner -> Batch -> model -> sample`."""
 
 from jaxpaged.engine.engine import Engine, RequestOutput
+from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.plan import SchedulerConfig
 from jaxpaged.engine.request import FinishReason, NewToken, QueueFullError, SamplingParams
 from jaxpaged.engine.speculation import NgramSpeculation
@@ -16,4 +17,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "TokenLogprobs",
 ]

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from jaxpaged.config import CacheConfig
+from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.pipeline import Pipeline
 from jaxpaged.engine.plan import SchedulerConfig
 from jaxpaged.engine.progress import progress_bar
@@ -31,7 +32,12 @@ class RequestOutput:
 
     Attributes:
         token_ids: What was generated, a stop token included.
+        text: That of `token_ids`, where the engine has a tokenizer: without a stop string, unless it is to be included,
+            and without what the tokenizer leaves out (markup of the model). All `NewToken.text` together.
         num_pages: Pages that held its keys and values at the end.
+        logprobs: Of each token of the output, where `num_logprobs` asks for them.
+        prompt_logprobs: Of each token of the prompt, where `prompt_logprobs` asks for them; None for its first, and
+            fewer than the prompt where the request ended inside it.
         error: Why it ended early, where `finish_reason` is ERROR or DEADLINE.
     """
 
@@ -40,7 +46,10 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_pages: int
+    text: str = ""
     error: Exception | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class Engine:
@@ -54,7 +63,8 @@ class Engine:
         cache_config: Shape of the cache; `Llama.cache_config` makes it.
         scheduler_config: Limits of a step. A model's `max_position` lowers `max_model_len`, and its `vocab_size` bounds
             token ids, where it has these attributes.
-        tokenizer: Makes text of tokens: see `jaxpaged.engine.text.TextStream`. Needed for `SamplingParams.stop` only.
+        tokenizer: Makes text of tokens: see `jaxpaged.engine.text.TextStream`. Needed for `SamplingParams.stop`; tokens
+            come without it too.
         prefix_caching: Prompts share the pages of earlier ones that begin alike, as long as those are not needed.
         swap: Where the pages of preempted requests are kept. None, or where it is full: they are computed again.
         speculation: Guesses tokens that a step checks all at once. The tokens that come out are the same.
@@ -125,10 +135,7 @@ class Engine:
             OutOfPagesError: The pool is too small for this request alone.
             QueueFullError: `max_num_waiting` requests wait.
         """
-        params = params or SamplingParams()
-        if params.n != 1:
-            raise ValueError(f"`n` must be 1 here; got {params.n}. Add a request of `params.of_sample(i)` for each i.")
-        return self._add(prompt_token_ids, params, priority, deadline).request_id
+        return self._add_one(prompt_token_ids, params, priority, deadline).request_id
 
     def stream(
         self,
@@ -147,7 +154,7 @@ class Engine:
             ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`.
         """
         mailbox: deque[NewToken] = deque()
-        request = self._add(prompt_token_ids, params or SamplingParams(), priority, deadline, mailbox)
+        request = self._add_one(prompt_token_ids, params, priority, deadline, mailbox)
         return TokenStream(self, request.request_id, mailbox)
 
     astream = stream  # one object is both iterators
@@ -309,6 +316,22 @@ class Engine:
             if (mailbox := self._mailboxes.get(token.request_id)) is not None:
                 mailbox.append(token)
 
+    def _add_one(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None,
+        priority: int,
+        deadline: float | None,
+        mailbox: deque[NewToken] | None = None,
+    ) -> Request:
+        params = params or SamplingParams()
+        params.check(self._vocab_size)
+        if params.n != 1:
+            raise ValueError(
+                f"`n` must be 1 here; got {params.n}. Add a request of `params.of_sample(i)` for each i, or `generate`."
+            )
+        return self._add(prompt_token_ids, params, priority, deadline, mailbox)
+
     def _add(
         self,
         prompt_token_ids: Sequence[int],
@@ -360,5 +383,8 @@ def _output(request: Request) -> RequestOutput:
         token_ids=tuple(request.output_token_ids),
         finish_reason=request.finish_reason,
         num_pages=request.num_pages,
+        text=request.output_text,
         error=request.error,
+        logprobs=None if request.params.num_logprobs is None else tuple(request.logprobs),
+        prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs),
     )

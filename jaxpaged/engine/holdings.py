@@ -26,7 +26,7 @@ class Holdings:
         num_tokens = request.num_computed_tokens if request.is_swapped else request.num_tokens
         if cdiv(num_tokens, self.pages.page_size) + num_running <= free:
             return True
-        if request.is_swapped or not self.pages.prefix_caching:
+        if request.is_swapped or request.needs_prompt_logits or not self.pages.prefix_caching:
             return False
         if num_running and self._refusal is not None and self._refusal[0] is request and free <= self._refusal[1]:
             return False  # to look for its prefix every step would cost more than the step
@@ -42,7 +42,9 @@ class Holdings:
             step.swap_ins.append(SwapIn(request, self.pages.swap_in(request.request_id)))
             request.num_slots = request.num_computed_tokens
         else:
-            request.num_prefix_tokens = self.pages.add(request.request_id, request.known_tokens())
+            # A count of tokens hits nothing.
+            tokens = request.num_tokens if request.needs_prompt_logits else request.known_tokens()
+            request.num_prefix_tokens = self.pages.add(request.request_id, tokens)
             request.num_computed_tokens = request.num_prefix_tokens
             request.num_slots = request.num_tokens
             step.prompt(request)

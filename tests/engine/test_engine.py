@@ -611,3 +611,61 @@ def test_stream_with_a_stop_string_ends_before_it_whatever_tokens_cut_it(model):
     assert "".join(t.text for t in other) == Letters().decode(solo(model, PROMPTS[0], SAMPLED))
     with pytest.raises(ValueError, match="`stop` needs a tokenizer"):
         make_engine(model).generate(PROMPTS[:1], dataclasses.replace(SAMPLED, stop=stop))
+    for include, expected in ((False, text[: text.index(stop)]), (True, text[: text.index(stop) + 2])):
+        [output] = engine.generate([PROMPTS[1]], dataclasses.replace(SAMPLED, stop=stop, include_stop=include))
+        assert output.text == expected
+    assert make_engine(model).generate([PROMPTS[1]], SAMPLED)[0].text == ""
+
+
+class FewLetters(Letters):
+    """Knows half of the model's tokens."""
+
+    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
+        if max(token_ids) >= 32:
+            raise IndexError("no such token")
+        return super().decode(token_ids)
+
+
+def test_generate_of_tokens_that_the_tokenizer_does_not_know_gives_replacement_characters(model):
+    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, tokenizer=FewLetters())
+    tokens = dict.fromkeys(range(len(PROMPTS)), "")
+
+    def take(token):
+        tokens[token.request_id] += token.text
+
+    outputs = engine.generate(PROMPTS, SAMPLED, on_token=take)
+    for i, (output, prompt) in enumerate(zip(outputs, PROMPTS, strict=True)):
+        assert output.finish_reason is FinishReason.LENGTH
+        assert output.text == tokens[i] == "".join(chr(48 + t) if t < 32 else "\ufffd" for t in output.token_ids)
+        assert output.token_ids == solo(model, prompt, SAMPLED)
+    assert "\ufffd" in "".join(o.text for o in outputs)
+
+
+def test_abort_hands_out_the_text_that_was_held_back(model):
+    tokens = solo(model, PROMPTS[1], SAMPLED)
+    text = Letters().decode(tokens)
+    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, tokenizer=Letters())
+    stop = text[1:4] + "~"  # begins, and never ends
+    request_id = engine.add_request(PROMPTS[1], dataclasses.replace(SAMPLED, stop=stop))
+    got = []
+    while len(got) < 4:
+        got += engine.step()
+    assert "".join(t.text for t in got) == text[0]
+    engine.abort(request_id)
+    assert engine.step() == []
+    stream = engine.stream(PROMPTS[1], dataclasses.replace(SAMPLED, stop=stop), deadline=float("inf"))
+    got = [next(stream) for _ in range(4)]
+    engine.abort(stream.request_id)
+    got += list(stream)
+    assert got[-1].finish_reason is FinishReason.ABORT
+    assert "".join(t.text for t in got) == text[: sum(t.token_id is not None for t in got)]
+
+
+@pytest.mark.parametrize("how", ["add_request", "stream"])
+def test_add_request_with_params_that_do_not_fit_the_model_is_refused(engine, how):
+    add = getattr(engine, how)
+    with pytest.raises(ValueError, match="`logit_bias` must name tokens from 0 to 63; got 64"):
+        add(PROMPTS[0], dataclasses.replace(SAMPLED, logit_bias={64: 1.0}))
+    with pytest.raises(ValueError, match="`n` must be 1 here; got 2"):
+        add(PROMPTS[0], dataclasses.replace(SAMPLED, n=2))
+    assert not engine.has_unfinished()
