@@ -1,5 +1,6 @@
 """Continuous batching over one cache: `Request -> Scheduler -> StepPlan -> Runner -> Batch -> model -> sample`."""
 
+from jaxpaged.engine.beam import BeamOutput
 from jaxpaged.engine.engine import Engine, RequestOutput
 from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.plan import SchedulerConfig
@@ -8,6 +9,7 @@ from jaxpaged.engine.speculation import NgramSpeculation
 from jaxpaged.engine.stats import EngineStats
 
 __all__ = [
+    "BeamOutput",
     "Engine",
     "EngineStats",
     "FinishReason",

@@ -8,8 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from jaxpaged.config import CacheConfig
+from jaxpaged.engine.beam import BeamOutput, BeamSearch
+from jaxpaged.engine.beam_scores import BeamParams, Sentence
 from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.pipeline import Pipeline
 from jaxpaged.engine.plan import SchedulerConfig
@@ -130,7 +133,7 @@ class Engine:
 
         Raises:
             ValueError: The prompt is empty or as long as the context, a token id is not in the vocabulary, or a
-                sampling parameter is out of range.
+                sampling parameter is out of range; `n` must be 1 here.
             TypeError: A token id or a count is not an integer.
             OutOfPagesError: The pool is too small for this request alone.
             QueueFullError: `max_num_waiting` requests wait.
@@ -216,7 +219,8 @@ class Engine:
 
         Args:
             prompts: Token ids.
-            params: For all, or one for each prompt. One with `n` above 1 makes as many outputs, one after another.
+            params: For all, or one for each prompt. One with `n` above 1 makes as many outputs, one after another: its
+                prompt is computed once, and the samples share its pages until they write.
             on_token: Called with each token as it comes; its `request_id` is here the index of the output.
 
         Returns:
@@ -240,7 +244,10 @@ class Engine:
         try:
             for prompt, p in zip(prompts, params, strict=True):
                 p.check(self._vocab_size)
-                requests += [self._add(prompt, p.of_sample(i) if p.n > 1 else p) for i in range(p.n)]
+                samples: list[Request] = []
+                for i in range(p.n):
+                    self._add(prompt, p.of_sample(i) if p.n > 1 else p, samples=samples)
+                    requests.append(samples[-1])
             index = {r.request_id: i for i, r in enumerate(requests)}
             while self.has_unfinished():
                 for token in self.step():
@@ -254,6 +261,58 @@ class Engine:
         if errors and len(errors) == len(requests):
             raise errors[0]
         return [_output(r) for r in requests]
+
+    def beam_search(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_beams: int,
+        max_new_tokens: int = 64,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        num_return_sequences: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[tuple[BeamOutput, ...]]:
+        """The sentences with the highest scores that a search with several beams finds, as `transformers` does it.
+
+        Beams share pages as far as they begin alike; as many prompts run together as there are places
+        (`max_num_seqs`, one a beam) and pages for.
+
+        Args:
+            prompts: Token ids.
+            num_beams, max_new_tokens, length_penalty, early_stopping, num_return_sequences, stop_token_ids: See
+                `jaxpaged.engine.beam_scores.BeamParams`.
+
+        Returns:
+            For each prompt its sentences, best first.
+
+        Raises:
+            ValueError, TypeError: An argument is out of range or of the wrong kind, or as in `add_request`.
+            OutOfPagesError: A prompt with all its beams may take more pages than are free. Nothing was computed.
+            RuntimeError: Requests of `add_request` are unfinished.
+            FloatingPointError: The model's logits were not finite.
+            Exception: What the model raised. All pages are given back, and cached prefixes forgotten.
+        """
+        params = BeamParams(
+            num_beams=num_beams,
+            max_new_tokens=max_new_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            num_return_sequences=num_return_sequences,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        params.check(self._vocab_size)
+        SamplingParams(stop_token_ids=params.stop_token_ids).check(self._vocab_size)
+        token_ids = [check_token_ids(prompt, self._vocab_size) for prompt in prompts]
+        with self._lock:
+            if self.has_unfinished():
+                raise RuntimeError("`beam_search` must have the engine to itself; requests are unfinished.")
+            search = BeamSearch(self.runner, self.pages, self.scheduler.config, params, lambda: next(self._ids))
+            try:
+                found = search.run(token_ids)
+            finally:
+                self.pipeline.num_steps += search.num_steps
+        return [tuple(map(self._beam_output, scores.results)) for scores in found]
 
     def warmup(
         self,
@@ -339,9 +398,10 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         mailbox: deque[NewToken] | None = None,
+        samples: list[Request] | None = None,
     ) -> Request:
         params.check(self._vocab_size)
-        token_ids = check_token_ids(prompt_token_ids, self._vocab_size)
+        token_ids = samples[0].prompt_token_ids if samples else check_token_ids(prompt_token_ids, self._vocab_size)
         request = Request(
             request_id=next(self._ids),
             prompt_token_ids=token_ids,
@@ -351,6 +411,9 @@ class Engine:
             deadline=deadline,
             text=self._text_of(params),
         )
+        if samples is not None:
+            samples.append(request)
+            request.samples, request.prompt_logprobs = samples, samples[0].prompt_logprobs
         self._requests[request.request_id] = request  # first: another thread may be in `step`
         if mailbox is not None:
             self._mailboxes[request.request_id] = mailbox
@@ -361,6 +424,15 @@ class Engine:
             self._mailboxes.pop(request.request_id, None)
             raise
         return request
+
+    def _beam_output(self, sentence: Sentence) -> BeamOutput:
+        stream = self._text_of(SamplingParams())
+        return BeamOutput(
+            token_ids=sentence.token_ids,
+            score=sentence.score,
+            finish_reason=FinishReason.STOP if sentence.is_stopped else FinishReason.LENGTH,
+            text="" if stream is None else stream.push(sentence.token_ids) + stream.finish(),
+        )
 
     def _text_of(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

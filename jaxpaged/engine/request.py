@@ -36,7 +36,8 @@ class SamplingParams:
         frequency_penalty: The same, times how often the output holds it.
         logit_bias: Pairs (token id, number added to its logit); a mapping is taken too. -inf bans a token.
         seed: The draws of a request follow from its seed and its tokens alone, whatever else is in the batch.
-        n: Samples of the same prompt; sample i is drawn as a request with `of_sample(i)` is.
+        n: Samples of the same prompt, which is computed once; sample i is drawn as a request with `of_sample(i)` is.
+            Of `Engine.generate` only.
         stop_token_ids: A generated token of these ends the request; it is part of the output.
         stop: A text of these ends the request, wherever tokens cut it.
         include_stop: Leave the stop text in the output text.
@@ -213,6 +214,8 @@ class Request:
         max_tokens: Prompt and output together, at most.
         priority: Lower numbers go first; among equals the lower id, which came first.
         text: Makes text of its tokens and finds stop strings, or None.
+        samples: The requests of the same prompt that share its pages, itself among them; empty where it is alone. They
+            share `prompt_logprobs` too.
         deadline: When it fails if it has not ended, by the clock of `Scheduler.schedule`.
         output_token_ids: What has been read from the device.
         output_text: Their text, as far as it is final.
@@ -238,6 +241,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     text: TextStream | None = None
+    samples: "list[Request]" = dataclasses.field(default_factory=list)
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     output_text: str = ""
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)

@@ -271,7 +271,15 @@ class Scheduler:
             self.holdings.begin(request, step)
 
     def _is_being_computed(self, request: Request, step: StepBuilder) -> bool:
-        """Whether a prompt that begins alike is in this step for the first time: after it, its pages can be hit."""
+        """Whether pages that it could share are on their way.
+
+        Another sample of its prompt reads it, or a prompt that begins alike is in this step for the first time.
+        """
+        if request.samples and not request.is_swapped and not request.output_token_ids:
+            if self.holdings.parent_of(request, step) is not None:
+                return False
+            if any(r.is_prompting and r.request_id in self.pages for r in request.samples):
+                return True
         size = self.pages.page_size
         needs_all = request.is_swapped or request.needs_prompt_logits
         if not self.pages.prefix_caching or needs_all or request.num_tokens <= size:
@@ -282,7 +290,7 @@ class Scheduler:
 
     def _make_way(self, request: Request, step: StepBuilder) -> bool:
         """Whether there is a place and pages for a waiting request, if need be those of requests of lower priority."""
-        while len(self.running) >= self.config.max_num_seqs or not self.holdings.fits(request, len(self.running)):
+        while len(self.running) >= self.config.max_num_seqs or not self.holdings.fits(request, len(self.running), step):
             if not self.running or self.running[-1].priority <= request.priority:
                 return False
             self._preempt_last(step)

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -11,7 +12,9 @@ from flax import nnx
 import jaxpaged as jp
 from jaxpaged.config import LlamaConfig
 from jaxpaged.engine import Engine, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig, runner
+from jaxpaged.engine.plan import StepPlan
 from jaxpaged.models.llama import Llama
+from jaxpaged.paging import PageCopy
 from jaxpaged.paging.swap import SwapSpace
 
 CONFIG = LlamaConfig(
@@ -568,13 +571,19 @@ def test_generate_of_a_shared_prefix_computes_it_once(model):
     assert engine.stats().hit_rate == pytest.approx(72 / 104)
 
 
-def test_generate_of_n_samples_equals_those_of_their_seeds(model):
-    params = dataclasses.replace(SAMPLED, n=3, seed=5)
-    outputs = make_engine(model).generate([PROMPTS[1], PROMPTS[0]], [params, SAMPLED])
-    assert len(outputs) == 4
-    each = [solo(model, PROMPTS[1], dataclasses.replace(SAMPLED, seed=5 + i)) for i in range(3)]
-    assert [o.token_ids for o in outputs] == [*each, solo(model, PROMPTS[0], SAMPLED)]
-    assert len(set(each)) > 1
+def test_run_with_copies_that_follow_one_another_makes_them_in_order(model):
+    """Of a page into a second, and of that one into a third, with the second then written anew."""
+    engine = make_engine(model)
+    [output] = engine.generate([PROMPTS[1]], SAMPLED)
+    assert output.num_pages > 2
+    cache = engine.runner.cache
+    before = cache.export_pages(jnp.arange(10))
+    copies = tuple(itertools.starmap(PageCopy, ((1, 7), (7, 8), (2, 7))))
+    plan = StepPlan(requests=(), num_new_tokens=(), samples=(), page_copies=copies)
+    cache, _ = engine.runner.mover.move(cache, plan)
+    after = cache.export_pages(jnp.arange(10))
+    for page, source in {7: 2, 8: 1, 1: 1, 2: 2}.items():
+        np.testing.assert_array_equal(after.k[:, page], before.k[:, source])
 
 
 def test_stats_as_prometheus_text_names_counters_and_gauges(model, engine):
