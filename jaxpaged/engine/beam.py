@@ -55,6 +55,7 @@ class BeamSearch:
 
     Attributes:
         num_steps: That it ran.
+        peak_num_pages: Most pages in use at the same time.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class BeamSearch:
         self.pages = pages
         self.config = config
         self.params = params
-        self.num_steps = 0
+        self.num_steps = self.peak_num_pages = 0
         self._new_id = new_id
         self._sampling = SamplingParams(max_new_tokens=params.max_new_tokens, num_logprobs=params.num_candidates)
 
@@ -147,6 +148,7 @@ class BeamSearch:
             samples=tuple(n == beam.num_remaining for n, beam in zip(counts, beams, strict=True)),
             page_copies=tuple(copies),
         )
+        self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
         try:
             result = self.runner.run(plan)
         except BaseException:  # what the cache holds now, nobody knows
@@ -157,7 +159,8 @@ class BeamSearch:
         assert result.logprobs is not None
         for row, (beam, count) in enumerate(zip(beams, counts, strict=True)):
             if row in result.non_finite and plan.samples[row]:
-                raise FloatingPointError(f"The model's logits after {beam.known_tokens().tolist()} are not finite.")
+                where = f"token {beam.num_tokens} of a beam, whose prompt has {len(beam.prompt_token_ids)},"
+                raise FloatingPointError(f"The model's logits after {where} are not finite.")
             beam.num_computed_tokens += count
         row = 0
         for search in searches:

@@ -276,7 +276,8 @@ class Engine:
         """The sentences with the highest scores that a search with several beams finds, as `transformers` does it.
 
         Beams share pages as far as they begin alike; as many prompts run together as there are places
-        (`max_num_seqs`, one a beam) and pages for.
+        (`max_num_seqs`, one a beam) and pages for. `warmup` compiles what it needs where its `params` have one with
+        `num_logprobs` of `num_beams` times 2, or times 1 + the number of stop tokens if that is more.
 
         Args:
             prompts: Token ids.
@@ -312,6 +313,7 @@ class Engine:
                 found = search.run(token_ids)
             finally:
                 self.pipeline.num_steps += search.num_steps
+                self.scheduler.peak_num_pages = max(self.scheduler.peak_num_pages, search.peak_num_pages)
         return [tuple(map(self._beam_output, scores.results)) for scores in found]
 
     def warmup(

@@ -11,7 +11,6 @@ not hold them yet.
 
 import bisect
 import heapq
-import itertools
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -148,34 +147,32 @@ class Scheduler:
         Returns:
             The new tokens, in batch order. Requests that finished have given their pages back.
         """
-        drawn: Iterable[tuple[Request, int, TokenLogprobs | None]]
+        drawn: Iterable[tuple[Request, int]]
         if plan.drafts or non_finite or logprobs is not None or not all(plan.samples):
             if logprobs is not None:
                 self._take_prompt_logprobs(plan, non_finite, logprobs)
             drawn = self._drawn(plan, token_ids, non_finite, logprobs)
         else:
-            drawn = zip(plan.requests, token_ids, itertools.repeat(None, len(plan.requests)), strict=True)
-        new = []
-        for request, token_id, of_token in drawn:
+            drawn = zip(plan.requests, token_ids, strict=True)
+        new, tells = [], logprobs is not None
+        for request, token_id in drawn:
             if request.finish_reason is not None:  # it ended while the step ran
                 continue
-            output, reason, text, of_prompt = request.output_token_ids, None, "", None
+            output, reason, text = request.output_token_ids, None, ""
             output.append(token_id)
-            if of_token is not None:
-                request.logprobs.append(of_token)
-            if len(output) == 1 and request.params.prompt_logprobs is not None:
-                of_prompt = tuple(request.prompt_logprobs)
+            num_output = len(output)
             if request.text is not None:
                 text = request.text.push((token_id,))
                 request.output_text += text
             if token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by):
                 reason = FinishReason.STOP
-            elif len(output) >= request.max_new_tokens:
+            elif num_output >= request.max_new_tokens:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 text += self._end(request, reason)
-            fields = (request.request_id, token_id, reason, None, text, of_token, of_prompt)
-            new.append(_new_tuple(NewToken, fields))
+            of_token = request.logprobs[-1] if tells and request.logprobs else None
+            of_prompt = _prompt_logprobs(request) if num_output == 1 else None
+            new.append(_new_tuple(NewToken, (request.request_id, token_id, reason, None, text, of_token, of_prompt)))
         self._forget_ended()
         return new
 
@@ -308,8 +305,11 @@ class Scheduler:
 
     def _drawn(
         self, plan: StepPlan, token_ids: Sequence[int], non_finite: Collection[int], logprobs: StepLogprobs | None
-    ) -> Iterator[tuple[Request, int, TokenLogprobs | None]]:
-        """The tokens of a step that count: none inside a prompt, and of drafts those that stand and one more."""
+    ) -> Iterator[tuple[Request, int]]:
+        """The tokens of a step that count: none inside a prompt, and of drafts those that stand and one more.
+
+        Before each comes out, its request has its log-probabilities.
+        """
         row = 0
         every_drafts = plan.drafts or [()] * len(plan.requests)
         for request, samples, drafts in zip(plan.requests, plan.samples, every_drafts, strict=True):
@@ -325,10 +325,11 @@ class Scheduler:
             request.num_computed_tokens += num_accepted
             request.num_tokens += num_accepted
             self.num_accepted_drafts += num_accepted
-            num_top = request.params.num_logprobs if logprobs is not None else None
+            num_top = request.params.num_logprobs
             for i, token_id in zip(rows, tokens[: num_accepted + 1], strict=True):
-                of_token = None if logprobs is None or num_top is None else logprobs.of(i, token_id, num_top)
-                yield request, token_id, of_token
+                if logprobs is not None and num_top is not None and request.finish_reason is None:
+                    request.logprobs.append(logprobs.of(i, token_id, num_top))
+                yield request, token_id
 
     def _take_prompt_logprobs(self, plan: StepPlan, non_finite: Collection[int], logprobs: StepLogprobs) -> None:
         """Those of prompt tokens, each once: a request that started over computes some again."""
@@ -374,3 +375,7 @@ class Scheduler:
     def _raise_alone(self, request: Request) -> None:
         needed = cdiv(request.num_tokens, self.pages.page_size)
         raise OutOfPagesError(needed, self.pages.num_free_pages, "The oldest request, alone in the engine,")
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+    return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)

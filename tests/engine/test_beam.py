@@ -124,6 +124,7 @@ def test_beam_search_shares_pages_and_copies_only_those_that_are_written(model, 
     engine.beam_search([PROMPTS[3]], num_beams=4, max_new_tokens=12)
     assert all(s.num_held_pages <= 4 + 4 * 3 for s in sharing)
     assert sharing[-1].num_unshared_pages == 4 * 7
+    assert engine.stats().peak_num_pages == max(s.num_held_pages for s in sharing)
     assert sum(copies) > 0
     assert all(n <= 3 for n in copies)  # the last of those that share a page writes it in place
 
@@ -136,6 +137,15 @@ def test_beam_search_hits_prefixes_and_leaves_them_for_others(model):
     assert engine.stats().num_hit_tokens == 16
     assert engine.generate([PROMPTS[3]])[0].token_ids
     assert engine.stats().num_hit_tokens == 32
+
+
+def test_beam_search_after_warmup_compiles_nothing(model):
+    limits = SchedulerConfig(max_num_seqs=4, max_step_tokens=8, max_model_len=64)
+    engine = make_engine(model, limits=limits)
+    engine.warmup([jp.SamplingParams(num_logprobs=4)], greedy=False)
+    before = set(engine.runner.programs)
+    engine.beam_search(PROMPTS, num_beams=2, max_new_tokens=6, stop_token_ids=(5,))
+    assert set(engine.runner.programs) == before
 
 
 def test_beam_search_of_one_beam_is_greedy(model):
