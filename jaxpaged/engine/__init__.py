@@ -1,12 +1,15 @@
 """Continuous batching over one cache: `Request -> Scheduler -> StepPlan -> Runner -> Batch -> model -> sample`."""
 
+from jaxpaged.engine.beam import BeamOutput
 from jaxpaged.engine.engine import Engine, RequestOutput
+from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.plan import SchedulerConfig
 from jaxpaged.engine.request import FinishReason, NewToken, QueueFullError, SamplingParams
 from jaxpaged.engine.speculation import NgramSpeculation
 from jaxpaged.engine.stats import EngineStats
 
 __all__ = [
+    "BeamOutput",
     "Engine",
     "EngineStats",
     "FinishReason",
@@ -16,4 +19,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "TokenLogprobs",
 ]

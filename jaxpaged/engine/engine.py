@@ -8,8 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from jaxpaged.config import CacheConfig
+from jaxpaged.engine.beam import BeamOutput, BeamSearch
+from jaxpaged.engine.beam_scores import BeamParams, Sentence
+from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.pipeline import Pipeline
 from jaxpaged.engine.plan import SchedulerConfig
 from jaxpaged.engine.progress import progress_bar
@@ -31,7 +35,12 @@ class RequestOutput:
 
     Attributes:
         token_ids: What was generated, a stop token included.
+        text: That of `token_ids`, where the engine has a tokenizer: without a stop string, unless it is to be included,
+            and without what the tokenizer leaves out (markup of the model). All `NewToken.text` together.
         num_pages: Pages that held its keys and values at the end.
+        logprobs: Of each token of the output, where `num_logprobs` asks for them.
+        prompt_logprobs: Of each token of the prompt, where `prompt_logprobs` asks for them; None for its first, and
+            fewer than the prompt where the request ended inside it.
         error: Why it ended early, where `finish_reason` is ERROR or DEADLINE.
     """
 
@@ -40,7 +49,10 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_pages: int
+    text: str = ""
     error: Exception | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class Engine:
@@ -54,7 +66,8 @@ class Engine:
         cache_config: Shape of the cache; `Llama.cache_config` makes it.
         scheduler_config: Limits of a step. A model's `max_position` lowers `max_model_len`, and its `vocab_size` bounds
             token ids, where it has these attributes.
-        tokenizer: Makes text of tokens: see `jaxpaged.engine.text.TextStream`. Needed for `SamplingParams.stop` only.
+        tokenizer: Makes text of tokens: see `jaxpaged.engine.text.TextStream`. Needed for `SamplingParams.stop`; tokens
+            come without it too.
         prefix_caching: Prompts share the pages of earlier ones that begin alike, as long as those are not needed.
         swap: Where the pages of preempted requests are kept. None, or where it is full: they are computed again.
         speculation: Guesses tokens that a step checks all at once. The tokens that come out are the same.
@@ -120,15 +133,12 @@ class Engine:
 
         Raises:
             ValueError: The prompt is empty or as long as the context, a token id is not in the vocabulary, or a
-                sampling parameter is out of range.
+                sampling parameter is out of range; `n` must be 1 here.
             TypeError: A token id or a count is not an integer.
             OutOfPagesError: The pool is too small for this request alone.
             QueueFullError: `max_num_waiting` requests wait.
         """
-        params = params or SamplingParams()
-        if params.n != 1:
-            raise ValueError(f"`n` must be 1 here; got {params.n}. Add a request of `params.of_sample(i)` for each i.")
-        return self._add(prompt_token_ids, params, priority, deadline).request_id
+        return self._add_one(prompt_token_ids, params, priority, deadline).request_id
 
     def stream(
         self,
@@ -147,7 +157,7 @@ class Engine:
             ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`.
         """
         mailbox: deque[NewToken] = deque()
-        request = self._add(prompt_token_ids, params or SamplingParams(), priority, deadline, mailbox)
+        request = self._add_one(prompt_token_ids, params, priority, deadline, mailbox)
         return TokenStream(self, request.request_id, mailbox)
 
     astream = stream  # one object is both iterators
@@ -209,7 +219,8 @@ class Engine:
 
         Args:
             prompts: Token ids.
-            params: For all, or one for each prompt. One with `n` above 1 makes as many outputs, one after another.
+            params: For all, or one for each prompt. One with `n` above 1 makes as many outputs, one after another: its
+                prompt is computed once, and the samples share its pages until they write.
             on_token: Called with each token as it comes; its `request_id` is here the index of the output.
 
         Returns:
@@ -233,7 +244,10 @@ class Engine:
         try:
             for prompt, p in zip(prompts, params, strict=True):
                 p.check(self._vocab_size)
-                requests += [self._add(prompt, p.of_sample(i) if p.n > 1 else p) for i in range(p.n)]
+                samples: list[Request] = []
+                for i in range(p.n):
+                    self._add(prompt, p.of_sample(i) if p.n > 1 else p, samples=samples)
+                    requests.append(samples[-1])
             index = {r.request_id: i for i, r in enumerate(requests)}
             while self.has_unfinished():
                 for token in self.step():
@@ -247,6 +261,60 @@ class Engine:
         if errors and len(errors) == len(requests):
             raise errors[0]
         return [_output(r) for r in requests]
+
+    def beam_search(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_beams: int,
+        max_new_tokens: int = 64,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        num_return_sequences: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[tuple[BeamOutput, ...]]:
+        """The sentences with the highest scores that a search with several beams finds, as `transformers` does it.
+
+        Beams share pages as far as they begin alike; as many prompts run together as there are places
+        (`max_num_seqs`, one a beam) and pages for. `warmup` compiles what it needs where its `params` have one with
+        `num_logprobs` of `num_beams` times 2, or times 1 + the number of stop tokens if that is more.
+
+        Args:
+            prompts: Token ids.
+            num_beams, max_new_tokens, length_penalty, early_stopping, num_return_sequences, stop_token_ids: See
+                `jaxpaged.engine.beam_scores.BeamParams`.
+
+        Returns:
+            For each prompt its sentences, best first.
+
+        Raises:
+            ValueError, TypeError: An argument is out of range or of the wrong kind, or as in `add_request`.
+            OutOfPagesError: A prompt with all its beams may take more pages than are free. Nothing was computed.
+            RuntimeError: Requests of `add_request` are unfinished.
+            FloatingPointError: The model's logits were not finite.
+            Exception: What the model raised. All pages are given back, and cached prefixes forgotten.
+        """
+        params = BeamParams(
+            num_beams=num_beams,
+            max_new_tokens=max_new_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            num_return_sequences=num_return_sequences,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        params.check(self._vocab_size)
+        SamplingParams(stop_token_ids=params.stop_token_ids).check(self._vocab_size)
+        token_ids = [check_token_ids(prompt, self._vocab_size) for prompt in prompts]
+        with self._lock:
+            if self.has_unfinished():
+                raise RuntimeError("`beam_search` must have the engine to itself; requests are unfinished.")
+            search = BeamSearch(self.runner, self.pages, self.scheduler.config, params, lambda: next(self._ids))
+            try:
+                found = search.run(token_ids)
+            finally:
+                self.pipeline.num_steps += search.num_steps
+                self.scheduler.peak_num_pages = max(self.scheduler.peak_num_pages, search.peak_num_pages)
+        return [tuple(map(self._beam_output, scores.results)) for scores in found]
 
     def warmup(
         self,
@@ -309,6 +377,22 @@ class Engine:
             if (mailbox := self._mailboxes.get(token.request_id)) is not None:
                 mailbox.append(token)
 
+    def _add_one(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None,
+        priority: int,
+        deadline: float | None,
+        mailbox: deque[NewToken] | None = None,
+    ) -> Request:
+        params = params or SamplingParams()
+        params.check(self._vocab_size)
+        if params.n != 1:
+            raise ValueError(
+                f"`n` must be 1 here; got {params.n}. Add a request of `params.of_sample(i)` for each i, or `generate`."
+            )
+        return self._add(prompt_token_ids, params, priority, deadline, mailbox)
+
     def _add(
         self,
         prompt_token_ids: Sequence[int],
@@ -316,9 +400,10 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         mailbox: deque[NewToken] | None = None,
+        samples: list[Request] | None = None,
     ) -> Request:
         params.check(self._vocab_size)
-        token_ids = check_token_ids(prompt_token_ids, self._vocab_size)
+        token_ids = samples[0].prompt_token_ids if samples else check_token_ids(prompt_token_ids, self._vocab_size)
         request = Request(
             request_id=next(self._ids),
             prompt_token_ids=token_ids,
@@ -328,6 +413,9 @@ class Engine:
             deadline=deadline,
             text=self._text_of(params),
         )
+        if samples is not None:
+            samples.append(request)
+            request.samples, request.prompt_logprobs = samples, samples[0].prompt_logprobs
         self._requests[request.request_id] = request  # first: another thread may be in `step`
         if mailbox is not None:
             self._mailboxes[request.request_id] = mailbox
@@ -338,6 +426,15 @@ class Engine:
             self._mailboxes.pop(request.request_id, None)
             raise
         return request
+
+    def _beam_output(self, sentence: Sentence) -> BeamOutput:
+        stream = self._text_of(SamplingParams())
+        return BeamOutput(
+            token_ids=sentence.token_ids,
+            score=sentence.score,
+            finish_reason=FinishReason.STOP if sentence.is_stopped else FinishReason.LENGTH,
+            text="" if stream is None else stream.push(sentence.token_ids) + stream.finish(),
+        )
 
     def _text_of(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:
@@ -360,5 +457,8 @@ def _output(request: Request) -> RequestOutput:
         token_ids=tuple(request.output_token_ids),
         finish_reason=request.finish_reason,
         num_pages=request.num_pages,
+        text=request.output_text,
         error=request.error,
+        logprobs=None if request.params.num_logprobs is None else tuple(request.logprobs),
+        prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs),
     )

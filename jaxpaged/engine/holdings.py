@@ -18,15 +18,27 @@ class Holdings:
         self.pages = pages
         self.swap = swap
         self.num_swap_outs = 0
+        self.num_forks = 0
         self._refusal: tuple[Request, int] | None = None  # who did not fit, and how many pages were free
 
-    def fits(self, request: Request, num_running: int) -> bool:
+    def parent_of(self, request: Request, step: StepBuilder) -> Request | None:
+        """A request whose pages hold the prompt of this new one before the step, or None."""
+        if request.is_swapped or request.output_token_ids:
+            return None
+        moving = [r for r, _ in step.swap_ins]
+        able = (r for r in request.samples if not r.is_prompting and not r.is_swapped and r.finish_reason is None)
+        return next((r for r in able if r not in moving), None)
+
+    def fits(self, request: Request, num_running: int, step: StepBuilder) -> bool:
         """Whether pages are left for all tokens of a waiting request, and one more for each that runs, to grow."""
         free = self.pages.num_free_pages
+        if self.parent_of(request, step) is not None:
+            num_shared = (len(request.prompt_token_ids) - 1) // self.pages.page_size
+            return cdiv(request.num_tokens, self.pages.page_size) - num_shared + num_running <= free
         num_tokens = request.num_computed_tokens if request.is_swapped else request.num_tokens
         if cdiv(num_tokens, self.pages.page_size) + num_running <= free:
             return True
-        if request.is_swapped or not self.pages.prefix_caching:
+        if request.is_swapped or request.needs_prompt_logits or not self.pages.prefix_caching:
             return False
         if num_running and self._refusal is not None and self._refusal[0] is request and free <= self._refusal[1]:
             return False  # to look for its prefix every step would cost more than the step
@@ -36,16 +48,35 @@ class Holdings:
         return fits
 
     def begin(self, request: Request, step: StepBuilder) -> None:
-        """Gives a waiting request its pages: those from the swap space come back, others begin with prefix hits."""
+        """Gives a waiting request its pages.
+
+        Those from the swap space come back; a sample of a prompt that another has computed shares the pages, and
+        computes the last token only; others begin with prefix hits.
+        """
         if request.is_swapped:
             request.is_swapped = False
             step.swap_ins.append(SwapIn(request, self.pages.swap_in(request.request_id)))
             request.num_slots = request.num_computed_tokens
+        elif (parent := self.parent_of(request, step)) is not None:
+            self._fork(parent, request, step)
+            step.prompt(request)
         else:
-            request.num_prefix_tokens = self.pages.add(request.request_id, request.known_tokens())
+            # A count of tokens hits nothing.
+            tokens = request.num_tokens if request.needs_prompt_logits else request.known_tokens()
+            request.num_prefix_tokens = self.pages.add(request.request_id, tokens)
             request.num_computed_tokens = request.num_prefix_tokens
             request.num_slots = request.num_tokens
             step.prompt(request)
+
+    def _fork(self, parent: Request, child: Request, step: StepBuilder) -> None:
+        num_shared = len(child.prompt_token_ids) - 1
+        self.pages.fork(parent.request_id, child.request_id)
+        self.pages.truncate(child.request_id, num_shared)
+        # At once: the parent has room in the last page, and writes there without asking who else sees it.
+        step.copies += self.pages.append(child.request_id, child.num_tokens - num_shared)
+        child.num_computed_tokens = child.num_prefix_tokens = num_shared
+        child.num_slots = child.num_tokens
+        self.num_forks += 1
 
     def grow(self, requests: Sequence[Request]) -> list[PageCopy]:
         """Makes room for the next token of requests that decode, up to the end of a page.

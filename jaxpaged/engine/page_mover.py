@@ -3,7 +3,7 @@
 Pages go a fixed number at a time, padded, so that each of the three is one program however many there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxpaged.config import NULL_PAGE, cdiv
 from jaxpaged.engine.plan import StepPlan
 from jaxpaged.engine.request import Request
 from jaxpaged.kv_cache import KVCache, PageBlock
+from jaxpaged.paging import PageCopy
 from jaxpaged.paging.swap import SwapSpace
 
 _AT_ONCE = 16
@@ -30,8 +31,8 @@ class PageMover:
         for request_id, page_ids in plan.swap_outs:
             assert self.swap is not None
             self.swap.put_sequence(request_id, _export(cache, page_ids))
-        for begin in range(0, len(plan.page_copies), _AT_ONCE):
-            src, dst = np.asarray(plan.page_copies[begin : begin + _AT_ONCE], np.int32).T
+        for copies in _batches(plan.page_copies):
+            src, dst = np.asarray(copies, np.int32).T
             cache = _copy_pages(cache, _padded(src, NULL_PAGE), _targets(dst, cache.num_pages))
         lost = []
         for request, page_ids in plan.swap_ins:
@@ -51,6 +52,18 @@ class PageMover:
             block = _export_pages(cache, nothing).to_host()
             cache = _import_pages(cache, nowhere, PageBlock.from_host(block))
         return cache
+
+
+def _batches(copies: Sequence[PageCopy]) -> Iterator[list[PageCopy]]:
+    """Copies that can be made at the same time: none reads or writes what one before it writes."""
+    batch: list[PageCopy] = []
+    for copy in copies:
+        if len(batch) == _AT_ONCE or any(dst in copy for _, dst in batch):
+            yield batch
+            batch = []
+        batch.append(copy)
+    if batch:
+        yield batch
 
 
 def _export(cache: KVCache, page_ids: np.ndarray) -> dict[str, np.ndarray]:

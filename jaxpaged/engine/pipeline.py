@@ -58,7 +58,7 @@ class Pipeline:
         plan, in_flight = self._in_flight[0]
         begin = time.perf_counter()
         try:
-            token_ids, non_finite = self.runner.read(in_flight)
+            result = self.runner.read(in_flight)
         except BaseException as error:
             if isinstance(error, Exception):
                 self._recover(plan, error, is_lost=True)
@@ -66,7 +66,7 @@ class Pipeline:
             raise
         self.waited_s += time.perf_counter() - begin
         self._in_flight.popleft()
-        self._new += self.scheduler.update(plan, token_ids, non_finite)
+        self._new += self.scheduler.update(plan, *result)
 
     def _recover(self, plan: StepPlan, error: BaseException, *, is_lost: bool = False) -> None:
         """Ends the requests of a step that failed; all others start over if it took the cache with it.

@@ -1,6 +1,7 @@
 """`StepPlan`: what one step does, decided by the scheduler and carried out by the runner; and the limits of a step."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 
 from jaxpaged.checks import as_count
 from jaxpaged.config import cdiv
+from jaxpaged.engine.logprobs import PromptRows
 from jaxpaged.engine.request import Request
 from jaxpaged.paging import OutOfPagesError, PageCopy
 
@@ -36,6 +38,7 @@ class StepPlan:
         samples: Whether these reach the last token of the request, so that what follows is drawn.
         page_copies: Copy-on-write.
         drafts: Of each request the tokens guessed to follow; empty where nobody has any.
+        prompt_rows: Tokens of prompts whose log-probabilities are wanted.
     """
 
     requests: tuple[Request, ...]
@@ -45,6 +48,12 @@ class StepPlan:
     swap_outs: tuple[SwapOut, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
     drafts: tuple[tuple[int, ...], ...] = ()
+    prompt_rows: tuple[PromptRows, ...] = ()
+
+    @property
+    def num_drafts(self) -> int:
+        """Of all requests."""
+        return sum(map(len, self.drafts))
 
     @property
     def is_decode(self) -> bool:
@@ -113,7 +122,15 @@ class StepBuilder:
             swap_outs=tuple(self.swap_outs),
             swap_ins=tuple(self.swap_ins),
             drafts=tuple(self._drafts.get(r, ()) for r in requests) if self._drafts else (),
+            prompt_rows=tuple(self._prompt_rows()),
         )
+
+    def _prompt_rows(self) -> Iterator[PromptRows]:
+        for index, (request, num_new) in enumerate(self.prompts.items(), self.num_decoding):
+            begin = request.num_computed_tokens
+            num_wanted = len(request.prompt_token_ids) - 1 - begin
+            if request.needs_prompt_logits and num_wanted > 0:
+                yield PromptRows(index, begin, min(num_new - 1, num_wanted))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.text import TextStream
 
 
@@ -35,13 +36,15 @@ class SamplingParams:
         frequency_penalty: The same, times how often the output holds it.
         logit_bias: Pairs (token id, number added to its logit); a mapping is taken too. -inf bans a token.
         seed: The draws of a request follow from its seed and its tokens alone, whatever else is in the batch.
-        n: Samples of the same prompt; sample i is drawn as a request with `of_sample(i)` is.
+        n: Samples of the same prompt, which is computed once; sample i is drawn as a request with `of_sample(i)` is.
+            Of `Engine.generate` only.
         stop_token_ids: A generated token of these ends the request; it is part of the output.
         stop: A text of these ends the request, wherever tokens cut it.
         include_stop: Leave the stop text in the output text.
         num_logprobs: Log-probabilities to return: of the token drawn and of so many of the likeliest; 0 is only the
             token drawn, None nothing. They are the model's own, before anything above changed a logit.
-        prompt_logprobs: The same for the tokens of the prompt.
+        prompt_logprobs: The same for the tokens of the prompt, which then takes no pages of the prefix cache: each
+            of its tokens is computed, and is a row of logits in its step.
     """
 
     max_new_tokens: int = 64
@@ -189,7 +192,9 @@ class NewToken(NamedTuple):
         finish_reason: Why it ended, if this was the last of it.
         error: The cause, where the reason is DEADLINE or ERROR.
         text: What the token adds to the text, if the engine has a tokenizer: nothing that may yet change, and nothing
-            of a stop string.
+            of a stop string. With the finish reason comes what was held back.
+        logprobs: Where `num_logprobs` asks for them.
+        prompt_logprobs: Where `prompt_logprobs` asks for them, with the first token: as in `RequestOutput`.
     """
 
     request_id: int
@@ -197,6 +202,8 @@ class NewToken(NamedTuple):
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     text: str = ""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclasses.dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -207,8 +214,14 @@ class Request:
         max_tokens: Prompt and output together, at most.
         priority: Lower numbers go first; among equals the lower id, which came first.
         text: Makes text of its tokens and finds stop strings, or None.
+        samples: The requests of the same prompt that share its pages, itself among them; empty where it is alone. They
+            share `prompt_logprobs` too.
         deadline: When it fails if it has not ended, by the clock of `Scheduler.schedule`.
         output_token_ids: What has been read from the device.
+        output_text: Their text, as far as it is final.
+        logprobs: Of these, where `params.num_logprobs` asks for them.
+        prompt_logprobs: Of the prompt's tokens so far, where `params.prompt_logprobs` asks for them: None for the
+            first, which nothing precedes.
         num_tokens: Prompt and output, with tokens that a step which is still running will have drawn.
         num_computed_tokens: Tokens whose K and V the steps dispatched so far write. Back to 0 when it starts over.
         num_prefix_tokens: Of those, found by prefix hit.
@@ -228,7 +241,11 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     text: TextStream | None = None
+    samples: "list[Request]" = dataclasses.field(default_factory=list)
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    output_text: str = ""
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = dataclasses.field(default_factory=lambda: [None])
     num_tokens: int = 0
     num_computed_tokens: int = 0
     num_prefix_tokens: int = 0
@@ -269,6 +286,11 @@ class Request:
     def num_remaining(self) -> int:
         """Tokens that are not yet computed; 1 while it decodes."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether logits inside its prompt are wanted that have not been read, so that no page of it may be a hit."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def known_tokens(self) -> np.ndarray:
         """[num_known] int32, prompt and output: a view, not to be written to. O(tokens new since the last call)."""

@@ -4,7 +4,8 @@ A step is dispatched and read apart: between the two the host schedules the next
 the device. `from_row` says of each token in which row of the step before it was drawn; -1 where the host knows it.
 
 Drafts are rows of their own: a sequence with k drafts stands in the batch k + 1 times, each time one token longer. The
-keys of all are written before any is read, so each row sees the drafts before it, and any model can check drafts.
+keys of all are written before any is read, so each row sees the drafts before it, and any model can check drafts. The
+same holds for the tokens of a prompt whose log-probabilities are wanted; their rows stand behind all others.
 """
 
 import dataclasses
@@ -18,11 +19,12 @@ import numpy as np
 
 from jaxpaged.batch import Batch
 from jaxpaged.config import NULL_PAGE, cdiv
+from jaxpaged.engine.logprobs import StepLogprobs, locate_prompt_rows
 from jaxpaged.engine.packing import Layout, pack, unpack
 from jaxpaged.engine.page_mover import PageMover
 from jaxpaged.engine.plan import SchedulerConfig, StepPlan
 from jaxpaged.engine.request import Request, SamplingParams
-from jaxpaged.engine.sampling import sample
+from jaxpaged.engine.sampling import RowLogprobs, sample
 from jaxpaged.engine.sampling_batch import SamplingBatch, SamplingFeatures, features_of, make_sampling_batch
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.paging import PageAllocator
@@ -65,7 +67,23 @@ class InFlight(NamedTuple):
 
     token_ids: jax.Array
     is_finite: jax.Array
+    logprobs: RowLogprobs | None
+    num_drawn: int
     num_rows: int
+
+
+class StepResult(NamedTuple):
+    """What a step drew.
+
+    Attributes:
+        token_ids: Of each row, but those of `StepPlan.prompt_rows`.
+        non_finite: Rows whose logits were not finite, among all.
+        logprobs: Of all rows, where any are wanted.
+    """
+
+    token_ids: list[int]
+    non_finite: frozenset[int] = frozenset()
+    logprobs: StepLogprobs | None = None
 
 
 class Runner:
@@ -103,10 +121,10 @@ class Runner:
         self._previous = jnp.zeros(self._max_rows, jnp.int32)
         self._row_of: dict[int, int] = {}
 
-    def run(self, plan: StepPlan) -> tuple[list[int], frozenset[int]]:
-        """Computes one step, and waits for it: see `read`."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes one step, and waits for it."""
         in_flight, _ = self.dispatch(plan)
-        return self.read(in_flight) if in_flight is not None else ([], frozenset())
+        return self.read(in_flight) if in_flight is not None else StepResult([])
 
     def dispatch(self, plan: StepPlan) -> tuple[InFlight | None, list[Request]]:
         """Starts a step, and does not wait for it.
@@ -120,18 +138,24 @@ class Runner:
             return None, lost
         packed, layout, program = self._pack(plan)
         self.programs[program] = self.programs.get(program, 0) + 1
-        token_ids, is_finite, self.cache = self._call(self.cache, jax.device_put(packed), self._previous, layout)
-        self._previous = token_ids
-        for x in (token_ids, is_finite):
+        *drawn, self.cache = self._call(self.cache, jax.device_put(packed), self._previous, layout)
+        for x in jax.tree.leaves(drawn):
             x.copy_to_host_async()
-        num_rows = len(plan.requests) + sum(map(len, plan.drafts))
-        return InFlight(token_ids, is_finite, num_rows), lost
+        num_drawn = len(plan.requests) + plan.num_drafts
+        num_rows = num_drawn + sum(entry.num_rows for entry in plan.prompt_rows)
+        in_flight = InFlight(*drawn, num_drawn=num_drawn, num_rows=num_rows)
+        self._previous = in_flight.token_ids
+        return in_flight, lost
 
-    def read(self, in_flight: InFlight) -> tuple[list[int], frozenset[int]]:
-        """Waits for a step: the token drawn for each row, and the rows whose logits were not finite."""
+    def read(self, in_flight: InFlight) -> StepResult:
+        """Waits for a step."""
         is_finite = np.asarray(in_flight.is_finite)[: in_flight.num_rows]
-        token_ids = np.asarray(in_flight.token_ids)[: in_flight.num_rows].tolist()
-        return token_ids, frozenset() if is_finite.all() else frozenset(np.flatnonzero(~is_finite).tolist())
+        logprobs = in_flight.logprobs
+        return StepResult(
+            token_ids=np.asarray(in_flight.token_ids)[: in_flight.num_drawn].tolist(),
+            non_finite=frozenset() if is_finite.all() else frozenset(np.flatnonzero(~is_finite).tolist()),
+            logprobs=None if logprobs is None else _on_host(logprobs),
+        )
 
     def restore_cache(self, *, is_lost: bool) -> bool:
         """An empty cache in place of one that a failed step took with it; whether there was need for one.
@@ -150,15 +174,16 @@ class Runner:
         batch = Batch(**self._padding(program.num_rows, program.num_tokens))
         sampling = make_sampling_batch([], program.num_rows, features=program.sampling)
         packed, layout = pack((batch, np.full(len(batch.token_ids), -1, np.int32), sampling))
-        token_ids, _, self.cache = self._call(self.cache, jax.device_put(packed), self._previous, layout)
-        jax.block_until_ready(token_ids)
+        *drawn, self.cache = self._call(self.cache, jax.device_put(packed), self._previous, layout)
+        jax.block_until_ready(drawn)
         self.programs.setdefault(program, 0)
 
     def all_programs(self, params: Sequence[SamplingParams] = (), *, greedy: bool = True) -> list[Program]:
         """Every program that steps can need whose requests are greedy, or else sample like these, all together."""
         kinds = {SamplingFeatures(): None} if greedy else {}
         joined = SamplingFeatures()
-        for p in params:
+        # Those without log-probabilities first: what they need together runs no program that has them.
+        for p in sorted(params, key=lambda p: p.num_logprobs is not None):
             request = Request(request_id=0, prompt_token_ids=(0,), params=p, max_tokens=self.config.max_model_len)
             features = features_of([request])
             for width in _powers(1, bucket(self.config.max_model_len)) if features.history_width else [0]:
@@ -169,7 +194,13 @@ class Runner:
         most = bucket(max(self.config.max_step_tokens, self.config.max_num_seqs))
         shapes = {self._shape(n, None): None for n in counts}
         shapes |= {self._shape(n, t): None for n in counts for t in _powers(max(n, _MIN_TOKENS), most)}
-        return [Program(rows, tokens, kind) for kind in kinds for rows, tokens in shapes]
+        programs = [Program(rows, tokens, kind) for kind in kinds for rows, tokens in shapes]
+        num_top = max((p.prompt_logprobs for p in params if p.prompt_logprobs is not None), default=None)
+        if num_top is not None:
+            wide = [kind | SamplingFeatures(num_logprobs=bucket(num_top)) for kind in kinds]
+            pairs = [(t, tokens) for t in _powers(1, most) for tokens in (None, max(t, _MIN_TOKENS))]
+            programs += [Program(*self._wide_shape(t, tokens), kind) for kind in wide for t, tokens in pairs]
+        return list(dict.fromkeys(programs))
 
     def _shape(self, num_rows: int, num_tokens: int | None) -> tuple[int, int | None]:
         """Rows and tokens of a batch, with padding; None for a token a row."""
@@ -177,6 +208,13 @@ class Runner:
             return bucket(num_rows), None
         num_tokens = max(bucket(num_tokens), _MIN_TOKENS)
         return max(bucket(num_rows), min(num_tokens // _TOKENS_PER_ROW, self._max_rows)), num_tokens
+
+    def _wide_shape(self, num_rows: int, num_tokens: int | None) -> tuple[int, int | None]:
+        """`_shape` of a step with rows for the tokens of prompts: one for each of all tokens, to spare compilations."""
+        if num_tokens is None:
+            return bucket(num_rows), None
+        num_tokens = max(bucket(num_tokens), _MIN_TOKENS)
+        return num_tokens, num_tokens
 
     def make_batch(self, plan: StepPlan) -> Batch:
         """The arrays of a step, padded to bucketed shapes, in numpy. Tokens that only the device knows are 0."""
@@ -186,12 +224,15 @@ class Runner:
         batch, from_row, rows = self._make_batch(plan)
         num_rows = len(batch.seq_lens)
         num_pending = [r.num_pending for r in rows]
-        program = self._program(
-            num_rows,
-            None if batch.cu_q_lens is None else len(batch.token_ids),
-            features_of(rows, num_pending=max(num_pending)),
+        features, next_ids = features_of(rows, num_pending=max(num_pending)), None
+        if plan.prompt_rows:
+            num_top = max(plan.requests[entry.place].params.prompt_logprobs or 0 for entry in plan.prompt_rows)
+            features |= SamplingFeatures(num_logprobs=bucket(num_top))
+            next_ids = _next_ids(plan, num_rows)
+        program = self._program(num_rows, None if batch.cu_q_lens is None else len(batch.token_ids), features)
+        sampling = make_sampling_batch(
+            rows, num_rows, num_pending=num_pending, features=program.sampling, next_ids=next_ids
         )
-        sampling = make_sampling_batch(rows, num_rows, num_pending=num_pending, features=program.sampling)
         packed, layout = pack((batch, from_row, sampling))
         return packed, layout, program
 
@@ -201,7 +242,9 @@ class Runner:
         if exact in self.programs:
             return exact
         able = (p for p in self.programs if p[:2] == exact[:2] and p.sampling | features == p.sampling)
-        return next(able, exact)
+        # Log-probabilities cost a pass over the logits and a sort: nobody pays for them who has not asked.
+        tells = features.num_logprobs is not None
+        return next((p for p in able if (p.sampling.num_logprobs is not None) == tells), exact)
 
     def _make_batch(self, plan: StepPlan) -> tuple[Batch, np.ndarray, Sequence[Any]]:
         """The batch, `from_row`, and of each row what its sampling has to know."""
@@ -210,22 +253,27 @@ class Runner:
         table = self.pages.page_table(ids, self.max_pages)
         if plan.drafts:
             table = np.repeat(table, [1 + len(d) for d in plan.drafts], axis=0)
-        num_tokens, is_decode = int(q_lens.sum()), len(q_lens) == int(q_lens.sum())
-        shape = self._shape(len(rows), None if is_decode else num_tokens)
+        make_shape = self._shape
+        if plan.prompt_rows:
+            table, q_lens, begins = _with_prompt_rows(plan, table, q_lens, begins)
+            make_shape = self._wide_shape
+        num_rows, num_tokens = len(q_lens), int(q_lens.sum())
+        is_decode = num_rows == num_tokens
+        shape = make_shape(num_rows, None if is_decode else num_tokens)
         arrays = self._padding(*shape)
         from_row = np.full(len(arrays["token_ids"]), -1, np.int32)
-        row_of_token, positions = np.arange(len(rows)), begins
+        row_of_token, positions = np.arange(num_rows), begins
         if not is_decode:
             row_of_token = np.repeat(row_of_token, q_lens)
             first = np.cumsum(q_lens) - q_lens
             positions = np.arange(num_tokens) + np.repeat(begins - first, q_lens)
-            arrays["cu_q_lens"][: len(rows)] = first
-            arrays["cu_q_lens"][len(rows) :] = num_tokens
+            arrays["cu_q_lens"][:num_rows] = first
+            arrays["cu_q_lens"][num_rows:] = num_tokens
         page, offset = np.divmod(positions, self.cache.page_size)
         arrays["slot_mapping"][:num_tokens] = table[row_of_token, page] * self.cache.page_size + offset
         arrays["positions"][:num_tokens] = positions
-        arrays["page_table"][: len(rows)] = table
-        arrays["seq_lens"][: len(rows)] = begins + q_lens
+        arrays["page_table"][:num_rows] = table
+        arrays["seq_lens"][:num_rows] = begins + q_lens
         self._fill_tokens(plan, arrays["token_ids"], from_row)
         self._row_of = dict(zip(ids, range(len(ids)), strict=True)) if not plan.drafts else {}
         return Batch(**arrays), from_row, rows
@@ -233,10 +281,14 @@ class Runner:
     def _fill_tokens(self, plan: StepPlan, token_ids: np.ndarray, from_row: np.ndarray) -> None:
         place = 0
         every_drafts = plan.drafts or [()] * len(plan.requests)
-        for request, num_new, drafts in zip(plan.requests, plan.num_new_tokens, every_drafts, strict=True):
+        elsewhere = {entry.place: entry.num_rows for entry in plan.prompt_rows}
+        for i, (request, num_new, drafts) in enumerate(
+            zip(plan.requests, plan.num_new_tokens, every_drafts, strict=True)
+        ):
             if num_new > 1 or request.is_prompting:
-                begin = request.num_computed_tokens
-                token_ids[place : place + num_new] = request.known_tokens()[begin : begin + num_new]
+                end = request.num_computed_tokens + num_new
+                num_new -= elsewhere.get(i, 0)
+                token_ids[place : place + num_new] = request.known_tokens()[end - num_new : end]
             elif request.num_pending:
                 from_row[place] = self._row_of[request.request_id]
             else:
@@ -245,6 +297,10 @@ class Runner:
             if drafts:
                 token_ids[place : place + len(drafts)] = drafts
                 place += len(drafts)
+        for entry in plan.prompt_rows:
+            end = entry.begin + entry.num_rows
+            token_ids[place : place + entry.num_rows] = plan.requests[entry.place].prompt_token_ids[entry.begin : end]
+            place += entry.num_rows
 
     def _padding(self, num_rows: int, num_tokens: int | None) -> dict[str, Any]:
         """A batch of nothing. Its slots are past the pool, and distinct: the scatter may assume unique indices."""
@@ -284,9 +340,38 @@ def _rows_of(plan: StepPlan) -> tuple[Sequence[Any], np.ndarray, np.ndarray]:
     return rows, np.array(counts, np.int32), np.array(starts, np.int32)
 
 
+def _with_prompt_rows(
+    plan: StepPlan, table: np.ndarray, q_lens: np.ndarray, begins: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Page table, new tokens and tokens before them, with a row more for each of `plan.prompt_rows`."""
+    q_lens, begins = q_lens.copy(), begins.copy()
+    own = np.array([entry.place + plan.num_drafts for entry in plan.prompt_rows])
+    counts = np.array([entry.num_rows for entry in plan.prompt_rows], np.int32)
+    q_lens[own] -= counts
+    begins[own] += counts
+    first = [np.arange(begin, begin + count, dtype=np.int32) for _, begin, count in plan.prompt_rows]
+    table = np.concatenate([table, table[np.repeat(own, counts)]])
+    return table, np.concatenate([q_lens, np.ones(counts.sum(), np.int32)]), np.concatenate([begins, *first])
+
+
+def _next_ids(plan: StepPlan, num_rows: int) -> np.ndarray:
+    """`[num_rows]` int32, the token of the prompt that follows each row of a prompt; -1 of others."""
+    next_ids = np.full(num_rows, -1, np.int32)
+    for entry, rows, positions in locate_prompt_rows(plan.prompt_rows, plan.num_new_tokens, plan.num_drafts):
+        prompt = plan.requests[entry.place].prompt_token_ids
+        for row, position in zip(rows, positions, strict=True):
+            if position + 1 < len(prompt):
+                next_ids[row] = prompt[position + 1]
+    return next_ids
+
+
+def _on_host(x: RowLogprobs) -> StepLogprobs:
+    return StepLogprobs(np.asarray(x.logprobs), np.asarray(x.top_ids), np.asarray(x.top_logprobs))
+
+
 def bucket(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << (n - 1).bit_length()
+    """The smallest power of two that is at least `n`; 0 of 0."""
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 def _powers(first: int, last: int) -> list[int]:
@@ -301,11 +386,14 @@ def _enter(packed: jax.Array, previous: jax.Array, layout: Layout) -> tuple[Batc
     return dataclasses.replace(batch, token_ids=token_ids), sampling
 
 
-def _leave(logits: jax.Array, sampling: SamplingBatch | None, num_out: int) -> tuple[jax.Array, jax.Array]:
-    """The token drawn for each row, padded to `num_out`, and whether its logits were finite."""
+def _leave(
+    logits: jax.Array, sampling: SamplingBatch | None, num_out: int
+) -> tuple[jax.Array, jax.Array, RowLogprobs | None]:
+    """The token drawn for each row, cut or padded to `num_out`; of all rows, whether logits were finite; and more."""
     with jax.named_scope("sample"):
         drawn = sample(logits, sampling)
-    return jnp.pad(drawn.token_ids, (0, num_out - len(drawn.token_ids))), drawn.is_finite
+    token_ids = drawn.token_ids[:num_out]
+    return jnp.pad(token_ids, (0, num_out - len(token_ids))), drawn.is_finite, drawn.logprobs
 
 
 class _WholeStep:

@@ -21,7 +21,7 @@ _NUM_CANDIDATES = 256  # the likeliest tokens, among which `keep_likeliest` look
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
+class RowLogprobs:
     """Log-probabilities of tokens: the log-softmax of the model's own logits, before any processing.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sampled:
 
     token_ids: Int[Array, "num_seqs"]
     is_finite: Bool[Array, "num_seqs"]
-    logprobs: TokenLogprobs | None = None
+    logprobs: RowLogprobs | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +66,7 @@ class Accepted:
     num_accepted: Int[Array, "num_seqs"]
     token_ids: Int[Array, "num_seqs num_queries"]
     is_finite: Bool[Array, "num_seqs"]
-    logprobs: TokenLogprobs | None = None
+    logprobs: RowLogprobs | None = None
 
 
 def sample(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch | None) -> Sampled:
@@ -86,13 +86,14 @@ def sample(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch | 
         token_ids = jnp.where(params.temperature > 0, drawn, token_ids)
     logprobs = None
     if params.num_logprobs is not None:
-        logprobs = token_logprobs(logits, token_ids, params.num_logprobs)
+        told = token_ids if params.next_ids is None else jnp.where(params.next_ids >= 0, params.next_ids, token_ids)
+        logprobs = token_logprobs(logits, told, params.num_logprobs)
     return Sampled(token_ids=token_ids, is_finite=is_finite, logprobs=logprobs)
 
 
 def token_logprobs(
     logits: Float[Array, "num_rows vocab_size"], next_ids: Int[Array, "num_rows"], num_top: int = 0
-) -> TokenLogprobs:
+) -> RowLogprobs:
     """Log-probabilities of given tokens and of the likeliest ones: those of a prompt, or of what was drawn.
 
     Numerics: float32. Among other rows a row's may change in the last place (XLA's exp does, with the array's shape).
@@ -107,7 +108,7 @@ def token_logprobs(
     log_total = largest + jnp.log(_row_sums(jnp.exp(logits - largest)))[:, None]
     of_next = jnp.take_along_axis(logits, next_ids[:, None], axis=-1, mode="clip") - log_total
     top, top_ids = lax.top_k(logits, min(num_top, logits.shape[-1]))
-    return TokenLogprobs(logprobs=of_next[:, 0], top_ids=top_ids, top_logprobs=top - log_total)
+    return RowLogprobs(logprobs=of_next[:, 0], top_ids=top_ids, top_logprobs=top - log_total)
 
 
 def accept_drafts(

@@ -50,6 +50,7 @@ class SamplingBatch:
         bias_ids, bias_values: Added to the logits of these tokens. PAD is dropped.
         stop_ids, min_position: Tokens that may not be drawn at positions before `min_position`. PAD is dropped.
         num_logprobs: None for no log-probabilities; n for those of the token drawn and of the n likeliest.
+        next_ids: The token whose log-probability is told instead of that of the one drawn; -1 for none.
     """
 
     position: Int[Array, "num_seqs"]
@@ -63,6 +64,7 @@ class SamplingBatch:
     bias_values: Float[Array, "num_seqs num_biases"] | None = None
     stop_ids: Int[Array, "num_seqs num_stops"] | None = None
     min_position: Int[Array, "num_seqs"] | None = None
+    next_ids: Int[Array, "num_seqs"] | None = None
     num_logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
@@ -147,6 +149,7 @@ def make_sampling_batch(
     *,
     num_pending: Sequence[int] | int = 0,
     features: SamplingFeatures | None = None,
+    next_ids: np.ndarray | None = None,
 ) -> SamplingBatch | None:
     """How to sample the next token of each request, or None when all that is wanted is the likeliest.
 
@@ -158,6 +161,7 @@ def make_sampling_batch(
         num_pending: Tokens of each request that are known on the device and not yet here: a step that is still running
             will tell. They count in positions; into the history of penalties `append_tokens` writes them.
         features: At least what these requests need, by `features_of`; None is exactly that.
+        next_ids: `[num_rows]` int32, of `SamplingBatch`, for features with log-probabilities; None is -1 for all.
 
     Raises:
         ValueError: More requests than rows, or `features` lack something.
@@ -200,6 +204,8 @@ def make_sampling_batch(
         stop_ids = [p.stop_token_ids if waits else () for p, waits in zip(params, waits, strict=True)]
         fields["stop_ids"] = _table(stop_ids, num_rows, features.num_stops)
         fields["min_position"] = column(ends, np.int32)
+    if features.num_logprobs is not None:
+        fields["next_ids"] = column([], np.int32, -1) if next_ids is None else next_ids
     penalties = None
     if features.history_width:
         penalties = Penalties(

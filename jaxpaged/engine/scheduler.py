@@ -13,13 +13,14 @@ import bisect
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
 
 from jaxpaged.config import cdiv
 from jaxpaged.engine.holdings import Holdings
+from jaxpaged.engine.logprobs import StepLogprobs, TokenLogprobs, locate_prompt_rows
 from jaxpaged.engine.plan import SchedulerConfig, StepBuilder, StepPlan
 from jaxpaged.engine.request import FinishReason, NewToken, QueueFullError, Request
 from jaxpaged.engine.speculation import NgramSpeculation
@@ -130,37 +131,48 @@ class Scheduler:
                 request.num_tokens += 1
 
     def update(
-        self, plan: StepPlan, token_ids: Sequence[int], non_finite: Collection[int] = frozenset()
+        self,
+        plan: StepPlan,
+        token_ids: Sequence[int],
+        non_finite: Collection[int] = frozenset(),
+        logprobs: StepLogprobs | None = None,
     ) -> list[NewToken]:
         """Takes in the token that followed each request of a step, and each of its drafts.
 
         Args:
             token_ids: Row by row: one of each request, and one of each of its drafts behind it.
             non_finite: Rows whose logits were not finite. Their requests fail.
+            logprobs: Of the rows, those of `plan.prompt_rows` included, where any are wanted.
 
         Returns:
             The new tokens, in batch order. Requests that finished have given their pages back.
         """
-        if plan.drafts or non_finite or not all(plan.samples):
-            drawn = self._drawn(plan, token_ids, non_finite)
+        drawn: Iterable[tuple[Request, int]]
+        if plan.drafts or non_finite or logprobs is not None or not all(plan.samples):
+            if logprobs is not None:
+                self._take_prompt_logprobs(plan, non_finite, logprobs)
+            drawn = self._drawn(plan, token_ids, non_finite, logprobs)
         else:
             drawn = zip(plan.requests, token_ids, strict=True)
-        new = []
+        new, tells = [], logprobs is not None
         for request, token_id in drawn:
             if request.finish_reason is not None:  # it ended while the step ran
                 continue
             output, reason, text = request.output_token_ids, None, ""
             output.append(token_id)
+            num_output = len(output)
             if request.text is not None:
                 text = request.text.push((token_id,))
+                request.output_text += text
             if token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by):
                 reason = FinishReason.STOP
-            elif len(output) >= request.max_new_tokens:
+            elif num_output >= request.max_new_tokens:
                 reason = FinishReason.LENGTH
             if reason is not None:
-                self._end(request, reason)
-                text += request.text.finish() if request.text is not None else ""
-            new.append(_new_tuple(NewToken, (request.request_id, token_id, reason, None, text)))
+                text += self._end(request, reason)
+            of_token = request.logprobs[-1] if tells and request.logprobs else None
+            of_prompt = _prompt_logprobs(request) if num_output == 1 else None
+            new.append(_new_tuple(NewToken, (request.request_id, token_id, reason, None, text, of_token, of_prompt)))
         self._forget_ended()
         return new
 
@@ -256,9 +268,18 @@ class Scheduler:
             self.holdings.begin(request, step)
 
     def _is_being_computed(self, request: Request, step: StepBuilder) -> bool:
-        """Whether a prompt that begins alike is in this step for the first time: after it, its pages can be hit."""
+        """Whether pages that it could share are on their way.
+
+        Another sample of its prompt reads it, or a prompt that begins alike is in this step for the first time.
+        """
+        if request.samples and not request.is_swapped and not request.output_token_ids:
+            if self.holdings.parent_of(request, step) is not None:
+                return False
+            if any(r.is_prompting and r.request_id in self.pages for r in request.samples):
+                return True
         size = self.pages.page_size
-        if not self.pages.prefix_caching or request.is_swapped or request.num_tokens <= size:
+        needs_all = request.is_swapped or request.needs_prompt_logits
+        if not self.pages.prefix_caching or needs_all or request.num_tokens <= size:
             return False
         begin = request.known_tokens()[:size]
         fresh = (r for r in step.prompts if r.num_computed_tokens == 0 and r.num_tokens > size)
@@ -266,7 +287,7 @@ class Scheduler:
 
     def _make_way(self, request: Request, step: StepBuilder) -> bool:
         """Whether there is a place and pages for a waiting request, if need be those of requests of lower priority."""
-        while len(self.running) >= self.config.max_num_seqs or not self.holdings.fits(request, len(self.running)):
+        while len(self.running) >= self.config.max_num_seqs or not self.holdings.fits(request, len(self.running), step):
             if not self.running or self.running[-1].priority <= request.priority:
                 return False
             self._preempt_last(step)
@@ -283,9 +304,12 @@ class Scheduler:
         return victim
 
     def _drawn(
-        self, plan: StepPlan, token_ids: Sequence[int], non_finite: Collection[int]
+        self, plan: StepPlan, token_ids: Sequence[int], non_finite: Collection[int], logprobs: StepLogprobs | None
     ) -> Iterator[tuple[Request, int]]:
-        """The tokens of a step that count: none inside a prompt, and of drafts those that stand and one more."""
+        """The tokens of a step that count: none inside a prompt, and of drafts those that stand and one more.
+
+        Before each comes out, its request has its log-probabilities.
+        """
         row = 0
         every_drafts = plan.drafts or [()] * len(plan.requests)
         for request, samples, drafts in zip(plan.requests, plan.samples, every_drafts, strict=True):
@@ -296,31 +320,51 @@ class Scheduler:
             if not samples or request.finish_reason is not None:
                 continue
             if any(i in non_finite for i in rows):
-                self._end_non_finite(request)
+                self._end_non_finite(request, request.num_known)
                 continue
             request.num_computed_tokens += num_accepted
             request.num_tokens += num_accepted
             self.num_accepted_drafts += num_accepted
-            for token_id in tokens[: num_accepted + 1]:
+            num_top = request.params.num_logprobs
+            for i, token_id in zip(rows, tokens[: num_accepted + 1], strict=True):
+                if logprobs is not None and num_top is not None and request.finish_reason is None:
+                    request.logprobs.append(logprobs.of(i, token_id, num_top))
                 yield request, token_id
 
-    def _end_non_finite(self, request: Request) -> None:
+    def _take_prompt_logprobs(self, plan: StepPlan, non_finite: Collection[int], logprobs: StepLogprobs) -> None:
+        """Those of prompt tokens, each once: a request that started over computes some again."""
+        for entry, rows, positions in locate_prompt_rows(plan.prompt_rows, plan.num_new_tokens, plan.num_drafts):
+            request = plan.requests[entry.place]
+            prompt, known = request.prompt_token_ids, request.prompt_logprobs
+            for row, position in zip(rows, positions, strict=True):
+                if request.finish_reason is not None or position + 1 != len(known) or position + 1 == len(prompt):
+                    continue
+                if row in non_finite:
+                    self._end_non_finite(request, position + 1)
+                else:
+                    known.append(logprobs.of(row, prompt[position + 1], request.params.prompt_logprobs or 0))
+
+    def _end_non_finite(self, request: Request, num_tokens: int) -> None:
+        """Ends a request with the count of its tokens that preceded the logits."""
         error = FloatingPointError(
-            f"Request {request.request_id}: the model's logits after token {request.num_known} are not finite."
+            f"Request {request.request_id}: the model's logits after token {num_tokens} are not finite."
         )
         if request.request_id in self.pages and not request.is_swapped:  # nobody may find what it wrote
             self.pages.invalidate(request.request_id, request.num_prefix_tokens)
             request.num_computed_tokens = request.num_prefix_tokens
         self._end(request, FinishReason.ERROR, error)
 
-    def _end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
-        """Ends a request and frees its pages; `_forget_ended` then takes it from the lists."""
+    def _end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> str:
+        """Ends a request and frees its pages; `_forget_ended` then takes it from the lists. Returns the last text."""
         request.finish_reason, request.error = reason, error
         self._num_with_history -= request.needs_history
         self.holdings.end(request)
+        text = request.text.finish() if request.text is not None else ""
+        request.output_text += text
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            self._ended.append(NewToken(request.request_id, None, reason, error))
+            self._ended.append(NewToken(request.request_id, None, reason, error, text))
         self._has_ended = True
+        return text
 
     def _forget_ended(self) -> None:
         if self._has_ended:
@@ -331,3 +375,7 @@ class Scheduler:
     def _raise_alone(self, request: Request) -> None:
         needed = cdiv(request.num_tokens, self.pages.page_size)
         raise OutOfPagesError(needed, self.pages.num_free_pages, "The oldest request, alone in the engine,")
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+    return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)

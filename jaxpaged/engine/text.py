@@ -8,10 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 _WINDOW = 8  # tokens of context that `_WindowDecoder` keeps; a character is cut into 4 at most
+_UNKNOWN = (ValueError, LookupError, TypeError, OverflowError)
+"""What tokenizers raise for an id that is none of theirs: models pad their vocabulary with such ids."""
 
 
 class Decoder(Protocol):
-    """Characters from tokens: what `push` and `finish` return adds up to the text of all."""
+    """Characters from tokens: what `push` and `finish` return adds up to the text of all.
+
+    `push` of an id that it does not know raises ValueError, LookupError, TypeError or OverflowError and takes nothing
+    in. After `finish`, which ends a character that was begun, more may come.
+    """
 
     def push(self, token_id: int) -> str: ...  # noqa: D102
     def finish(self) -> str: ...  # noqa: D102
@@ -25,7 +31,7 @@ class TextStream:
 
     A piece never ends inside a character (bytes of one are held until the last is there), and never holds a part of
     what may still become a stop string. Of a step's tokens the cost is theirs and the stop strings' length, whatever
-    came before.
+    came before. A token id that the tokenizer does not know is U+FFFD.
 
     Args:
         tokenizer: With a method `stream() -> Decoder`, as `jaxpaged.models.tokenizer.Tokenizer` has, or else with
@@ -64,7 +70,7 @@ class TextStream:
         """The text that these tokens make final. Tokens behind a stop string are not taken.
 
         Raises:
-            ValueError: A token id outside the vocabulary, or the stream is finished.
+            ValueError: The stream is finished.
         """
         if self._finished:
             raise ValueError("`push` must come before `finish`; got tokens for a text that has ended.")
@@ -72,7 +78,10 @@ class TextStream:
         for token_id in token_ids:
             if self.stopped_by is not None:
                 break
-            characters = self._decoder.push(token_id)
+            try:
+                characters = self._decoder.push(token_id)
+            except _UNKNOWN:
+                characters = self._decoder.finish() + "\ufffd"
             self.num_tokens += 1
             pieces.append(self._released(characters))
         return "".join(pieces)
@@ -125,7 +134,8 @@ class _WindowDecoder:
     """Characters through a `decode` that knows only whole lists of ids, O(1) a token.
 
     A token's text may depend on those before it (a leading space, half a character), so each is decoded behind the last
-    few. U+FFFD at the end may be a character begun: up to three of them, its bytes, wait until more comes.
+    few. U+FFFD at the end may be a character begun: up to three of them, its bytes, wait until more comes. One that the
+    tokenizer refuses is none of those.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]):
@@ -138,12 +148,15 @@ class _WindowDecoder:
         if len(self._token_ids) >= 2 * _WINDOW:
             self._token_ids = self._token_ids[-_WINDOW:]
             self._text = self._decode(self._token_ids)
-        self._token_ids.append(token_id)
+        text = self._decode([*self._token_ids, token_id])
         num_out = max(0, len(self._text) - self._num_held)
-        self._text = self._decode(self._token_ids)
+        self._token_ids.append(token_id)
+        self._text = text
         new = self._text[num_out:]
         self._num_held = min(3, len(new) - len(new.rstrip("\ufffd")))
         return new[: len(new) - self._num_held]
 
     def finish(self) -> str:
-        return self._text[len(self._text) - self._num_held :]
+        held = self._text[len(self._text) - self._num_held :]
+        self._num_held = 0
+        return held

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import jaxpaged as jp
@@ -65,7 +66,15 @@ def test_engine_runs_a_flax_module_of_ones_own():
     )
     engine = Engine(model, cache, jp.SchedulerConfig(max_num_seqs=2, max_step_tokens=16, max_model_len=MAX_LEN))
     prompts = [np.random.default_rng(i).integers(0, VOCAB_SIZE, n).tolist() for i, n in enumerate((3, 21))]
-    for prompt, output in zip(prompts, engine.generate(prompts, SamplingParams(max_new_tokens=6)), strict=True):
+    params = SamplingParams(max_new_tokens=6, num_logprobs=1, prompt_logprobs=0)
+    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
         tokens = [*prompt, *output.token_ids]
-        logits = np.asarray(dense_logits(model, tokens))[len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == list(output.token_ids)
+        logprobs = np.asarray(jax.nn.log_softmax(dense_logits(model, tokens)))
+        assert logprobs[len(prompt) - 1 : -1].argmax(-1).tolist() == list(output.token_ids)
+        told = [x.logprob for x in (*output.prompt_logprobs[1:], *output.logprobs)]
+        np.testing.assert_allclose(told, logprobs[np.arange(len(tokens) - 1), tokens[1:]], rtol=0, atol=2e-5)
+    for prompt, (best, _) in zip(prompts, engine.beam_search(prompts, num_beams=2, max_new_tokens=6), strict=True):
+        tokens = [*prompt, *best.token_ids]
+        logprobs = np.asarray(jax.nn.log_softmax(dense_logits(model, tokens)))[len(prompt) - 1 : -1]
+        assert best.score == pytest.approx(logprobs[np.arange(6), list(best.token_ids)].mean(), abs=2e-5)
+    assert engine.pages.num_free_pages == 23

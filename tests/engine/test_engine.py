@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -11,7 +12,9 @@ from flax import nnx
 import jaxpaged as jp
 from jaxpaged.config import LlamaConfig
 from jaxpaged.engine import Engine, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig, runner
+from jaxpaged.engine.plan import StepPlan
 from jaxpaged.models.llama import Llama
+from jaxpaged.paging import PageCopy
 from jaxpaged.paging.swap import SwapSpace
 
 CONFIG = LlamaConfig(
@@ -568,13 +571,19 @@ def test_generate_of_a_shared_prefix_computes_it_once(model):
     assert engine.stats().hit_rate == pytest.approx(72 / 104)
 
 
-def test_generate_of_n_samples_equals_those_of_their_seeds(model):
-    params = dataclasses.replace(SAMPLED, n=3, seed=5)
-    outputs = make_engine(model).generate([PROMPTS[1], PROMPTS[0]], [params, SAMPLED])
-    assert len(outputs) == 4
-    each = [solo(model, PROMPTS[1], dataclasses.replace(SAMPLED, seed=5 + i)) for i in range(3)]
-    assert [o.token_ids for o in outputs] == [*each, solo(model, PROMPTS[0], SAMPLED)]
-    assert len(set(each)) > 1
+def test_run_with_copies_that_follow_one_another_makes_them_in_order(model):
+    """Of a page into a second, and of that one into a third, with the second then written anew."""
+    engine = make_engine(model)
+    [output] = engine.generate([PROMPTS[1]], SAMPLED)
+    assert output.num_pages > 2
+    cache = engine.runner.cache
+    before = cache.export_pages(jnp.arange(10))
+    copies = tuple(itertools.starmap(PageCopy, ((1, 7), (7, 8), (2, 7))))
+    plan = StepPlan(requests=(), num_new_tokens=(), samples=(), page_copies=copies)
+    cache, _ = engine.runner.mover.move(cache, plan)
+    after = cache.export_pages(jnp.arange(10))
+    for page, source in {7: 2, 8: 1, 1: 1, 2: 2}.items():
+        np.testing.assert_array_equal(after.k[:, page], before.k[:, source])
 
 
 def test_stats_as_prometheus_text_names_counters_and_gauges(model, engine):
@@ -611,3 +620,61 @@ def test_stream_with_a_stop_string_ends_before_it_whatever_tokens_cut_it(model):
     assert "".join(t.text for t in other) == Letters().decode(solo(model, PROMPTS[0], SAMPLED))
     with pytest.raises(ValueError, match="`stop` needs a tokenizer"):
         make_engine(model).generate(PROMPTS[:1], dataclasses.replace(SAMPLED, stop=stop))
+    for include, expected in ((False, text[: text.index(stop)]), (True, text[: text.index(stop) + 2])):
+        [output] = engine.generate([PROMPTS[1]], dataclasses.replace(SAMPLED, stop=stop, include_stop=include))
+        assert output.text == expected
+    assert make_engine(model).generate([PROMPTS[1]], SAMPLED)[0].text == ""
+
+
+class FewLetters(Letters):
+    """Knows half of the model's tokens."""
+
+    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
+        if max(token_ids) >= 32:
+            raise IndexError("no such token")
+        return super().decode(token_ids)
+
+
+def test_generate_of_tokens_that_the_tokenizer_does_not_know_gives_replacement_characters(model):
+    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, tokenizer=FewLetters())
+    tokens = dict.fromkeys(range(len(PROMPTS)), "")
+
+    def take(token):
+        tokens[token.request_id] += token.text
+
+    outputs = engine.generate(PROMPTS, SAMPLED, on_token=take)
+    for i, (output, prompt) in enumerate(zip(outputs, PROMPTS, strict=True)):
+        assert output.finish_reason is FinishReason.LENGTH
+        assert output.text == tokens[i] == "".join(chr(48 + t) if t < 32 else "\ufffd" for t in output.token_ids)
+        assert output.token_ids == solo(model, prompt, SAMPLED)
+    assert "\ufffd" in "".join(o.text for o in outputs)
+
+
+def test_abort_hands_out_the_text_that_was_held_back(model):
+    tokens = solo(model, PROMPTS[1], SAMPLED)
+    text = Letters().decode(tokens)
+    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, tokenizer=Letters())
+    stop = text[1:4] + "~"  # begins, and never ends
+    request_id = engine.add_request(PROMPTS[1], dataclasses.replace(SAMPLED, stop=stop))
+    got = []
+    while len(got) < 4:
+        got += engine.step()
+    assert "".join(t.text for t in got) == text[0]
+    engine.abort(request_id)
+    assert engine.step() == []
+    stream = engine.stream(PROMPTS[1], dataclasses.replace(SAMPLED, stop=stop), deadline=float("inf"))
+    got = [next(stream) for _ in range(4)]
+    engine.abort(stream.request_id)
+    got += list(stream)
+    assert got[-1].finish_reason is FinishReason.ABORT
+    assert "".join(t.text for t in got) == text[: sum(t.token_id is not None for t in got)]
+
+
+@pytest.mark.parametrize("how", ["add_request", "stream"])
+def test_add_request_with_params_that_do_not_fit_the_model_is_refused(engine, how):
+    add = getattr(engine, how)
+    with pytest.raises(ValueError, match="`logit_bias` must name tokens from 0 to 63; got 64"):
+        add(PROMPTS[0], dataclasses.replace(SAMPLED, logit_bias={64: 1.0}))
+    with pytest.raises(ValueError, match="`n` must be 1 here; got 2"):
+        add(PROMPTS[0], dataclasses.replace(SAMPLED, n=2))
+    assert not engine.has_unfinished()

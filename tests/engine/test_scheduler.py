@@ -329,6 +329,57 @@ def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
     assert swap is None or swap.stats().num_sequences == 0
 
 
+def make_samples(first_id: int, prompt: int, news: list[int]) -> list[Request]:
+    samples = [make_request(first_id + i, prompt, new) for i, new in enumerate(news)]
+    for request in samples:
+        request.samples = samples
+    return samples
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 5, 7, 8, 30])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_schedule_of_samples_computes_their_prompt_once(prompt, ahead):
+    scheduler = make_scheduler(max_num_seqs=3)
+    samples = make_samples(0, prompt, [5, 9, 1, 6])
+    for request in samples:
+        scheduler.add(request)
+    plans = run(scheduler, ahead=ahead)
+    assert [r.output_token_ids for r in samples] == [expected_output(r) for r in samples]
+    # The prompt; its last token for each other sample; each new token but the last, and one that came too late.
+    computed = sum(sum(plan.num_new_tokens) for plan in plans)
+    assert computed == prompt + 3 + sum(len(r.output_token_ids) - 1 for r in samples)
+    assert scheduler.holdings.num_forks == 3
+    copies = [copy for plan in plans for copy in plan.page_copies]
+    assert len(copies) == (3 if (prompt - 1) % PAGE_SIZE else 0)
+    assert scheduler.pages.num_free_pages == 39
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 24), st.lists(st.integers(1, 12), min_size=1, max_size=4)), min_size=1, max_size=4
+    ),
+    st.integers(9, 30),
+    st.booleans(),
+    st.sampled_from([0, 4, 20]),
+    st.integers(0, 1),
+    st.integers(1, 16),
+    st.sampled_from([None, NgramSpeculation(min_ngram=1)]),
+)
+def test_run_of_samples_always_ends_with_the_tokens_of_each_alone(
+    groups, num_pages, prefix_caching, swap_pages, ahead, max_step_tokens, speculation
+):
+    swap = SwapSpace(swap_pages) if swap_pages else None
+    scheduler = make_scheduler(num_pages, prefix_caching, swap, speculation, max_step_tokens=max_step_tokens)
+    samples = [r for i, (prompt, news) in enumerate(groups) for r in make_samples(10 * i, prompt, news)]
+    for request in samples:
+        scheduler.add(request)
+    run(scheduler, ahead=ahead)
+    assert [r.output_token_ids for r in samples] == [expected_output(r) for r in samples]
+    assert scheduler.pages.num_free_pages == num_pages - 1
+    assert swap is None or swap.stats().num_sequences == 0
+
+
 def test_add_of_a_request_that_can_never_run_fails_with_numbers():
     scheduler = make_scheduler(num_pages=5)
     with pytest.raises(ValueError, match="`prompt` must hold at least one token; got none"):

@@ -71,6 +71,32 @@ def text_until(text: str, stops, include: bool = False) -> str:
 # Characters.
 
 
+class Refusing:
+    """A tokenizer that raises for ids past its vocabulary, as others do it."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def decode(self, token_ids, skip_special_tokens=True) -> str:
+        if max(token_ids) >= BYTES.vocab_size:
+            raise self.error
+        return BYTES.decode(token_ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [BYTES, Refusing(KeyError("no")), Refusing(OverflowError("no"))], ids=["bytes", "key", "overflow"]
+)
+def test_push_of_ids_that_the_tokenizer_does_not_know_gives_replacement_characters(tokenizer):
+    unknown = BYTES.vocab_size
+    first, last = BYTES.encode("né"), BYTES.encode("日本")
+    begun = last[:1]  # half a character, which the unknown token ends
+    ids = [unknown, *first, unknown, unknown, *begun, unknown, *last]
+    pieces, stream = streamed(tokenizer, ids, stop=["本"])
+    assert "".join(pieces) == "\ufffdné\ufffd\ufffd\ufffd\ufffd日"
+    assert stream.stopped_by == "本"
+    assert stream.num_tokens == len(ids)
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 @pytest.mark.parametrize("tokenizer", [BYTES, PIECES, Wordwise(BYTES)], ids=["bytes", "pieces", "window"])
 def test_push_gives_whole_characters_and_together_the_text(tokenizer, text):

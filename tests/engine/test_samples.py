@@ -1,0 +1,89 @@
+"""Samples of one prompt: computed once, on pages that are forked."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpaged.config import LlamaConfig
+from jaxpaged.engine import Engine, NgramSpeculation, SamplingParams, SchedulerConfig
+from jaxpaged.models.llama import Llama
+from jaxpaged.paging.swap import SwapSpace
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=96,
+    rms_norm_eps=1e-5,
+)
+LIMITS = SchedulerConfig(max_num_seqs=4, max_step_tokens=16, max_model_len=96)
+PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 64, n)] for i, n in enumerate((1, 17, 40, 5))]
+SAMPLED = SamplingParams(max_new_tokens=9, temperature=1.3)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return Llama(CONFIG, layer_loop="calls", rngs=nnx.Rngs(0))
+
+
+def make_engine(model, num_pages: int = 80, **options) -> Engine:
+    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), LIMITS, **options)
+
+
+@pytest.fixture(scope="module")
+def solo(model):
+    """The tokens of a request alone."""
+    engine = make_engine(model, prefix_caching=False)
+    return lambda prompt, params: engine.generate([prompt], params)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefix_caching": False},
+        {"num_pages": 16},
+        {"num_pages": 16, "swap": SwapSpace(40), "prefix_caching": False},
+        {"speculation": NgramSpeculation(min_ngram=1)},
+    ],
+    ids=["forked", "preempted", "swapped", "speculating"],
+)
+def test_generate_of_n_samples_equals_those_of_their_seeds(model, solo, options):
+    """Prompts that end with a page, one token into one, and in a page."""
+    options = {"num_pages": 80, **options}
+    num_pages = options.pop("num_pages")
+    params = dataclasses.replace(SAMPLED, n=3, seed=5)
+    prompts = [PROMPTS[1][:16], PROMPTS[1], PROMPTS[2][:18]]
+    engine = make_engine(model, num_pages, **options)
+    outputs = engine.generate([*prompts, PROMPTS[0]], [params] * 3 + [SAMPLED])
+    each = [solo(p, dataclasses.replace(SAMPLED, seed=5 + i)) for p in prompts for i in range(3)]
+    assert [o.token_ids for o in outputs] == [*each, solo(PROMPTS[0], SAMPLED)]
+    assert len(set(each)) == 9
+    assert engine.pages.num_free_pages == num_pages - 1
+    stats = engine.stats()
+    assert (stats.num_preemptions > 0) == (num_pages == 16)
+    assert stats.num_forks == 6 or (num_pages == 16 and stats.num_forks > 2)
+
+
+def test_generate_of_n_samples_computes_the_prompt_once_and_shares_its_pages(model, monkeypatch):
+    engine = make_engine(model, prefix_caching=False)
+    dispatch, plans = engine.runner.dispatch, []
+    monkeypatch.setattr(engine.runner, "dispatch", lambda plan: plans.append(plan) or dispatch(plan))
+    params = dataclasses.replace(SAMPLED, n=4, num_logprobs=1, prompt_logprobs=1)
+    outputs = engine.generate([PROMPTS[2][:38]], params)
+    assert sum(sum(plan.num_new_tokens) for plan in plans) == 38 + 3 + 4 * 8  # the last token is never computed
+    assert sum(len(plan.page_copies) for plan in plans) == 3
+    assert engine.stats().peak_num_pages == 9 + 4 * 3  # whole pages of the prompt; of each the rest of it, and 9 tokens
+    assert all(o.prompt_logprobs == outputs[0].prompt_logprobs for o in outputs)
+    assert [len(o.logprobs) for o in outputs] == [9] * 4
+    for i, output in enumerate(outputs):
+        [alone] = make_engine(model).generate([PROMPTS[2][:38]], params.of_sample(i))
+        assert output.token_ids == alone.token_ids
+        for ours, theirs in zip(output.logprobs, alone.logprobs, strict=True):
+            assert ours.token_id == theirs.token_id
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
