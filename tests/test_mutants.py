@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpaged
 from jaxpaged.config import AttentionConfig
 from jaxpaged.testing import make_case
 from tests import test_batch, test_kv_cache, test_quantize
@@ -491,6 +492,10 @@ MUTANTS = {
     ),
 }
 CHECKS = {(file, check): name for name, (file, _, _, check) in reversed(MUTANTS.items())}
+
+
+for name in jaxpaged.__all__:  # or the package would keep whatever a mutant was first used as
+    getattr(jaxpaged, name)
 
 
 def put_in_place(file: str, text: str, replacement: str, monkeypatch) -> None:
