@@ -140,6 +140,25 @@ class Engine:
         """
         return self._add_one(prompt_token_ids, params, priority, deadline).request_id
 
+    def add_samples(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> list[int]:
+        """Queues the `params.n` samples of a prompt, which is computed once: they share its pages until they write.
+
+        Returns:
+            An id for each sample, whose tokens are those of a request with `params.of_sample(i)`.
+
+        Raises:
+            ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`; then none is queued.
+        """
+        samples = self._add_samples(prompt_token_ids, params, priority, deadline)
+        return [request.request_id for request in samples]
+
     def stream(
         self,
         prompt_token_ids: Sequence[int],
@@ -243,11 +262,7 @@ class Engine:
         requests: list[Request] = []
         try:
             for prompt, p in zip(prompts, params, strict=True):
-                p.check(self._vocab_size)
-                samples: list[Request] = []
-                for i in range(p.n):
-                    self._add(prompt, p.of_sample(i) if p.n > 1 else p, samples=samples)
-                    requests.append(samples[-1])
+                requests += self._add_samples(prompt, p)
             index = {r.request_id: i for i, r in enumerate(requests)}
             while self.has_unfinished():
                 for token in self.step():
@@ -388,10 +403,27 @@ class Engine:
         params = params or SamplingParams()
         params.check(self._vocab_size)
         if params.n != 1:
-            raise ValueError(
-                f"`n` must be 1 here; got {params.n}. Add a request of `params.of_sample(i)` for each i, or `generate`."
-            )
+            raise ValueError(f"`n` must be 1 here; got {params.n}. `add_samples` and `generate` take more.")
         return self._add(prompt_token_ids, params, priority, deadline, mailbox)
+
+    def _add_samples(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> list[Request]:
+        params.check(self._vocab_size)
+        samples: list[Request] = []
+        try:
+            for i in range(params.n):
+                sample = params.of_sample(i) if params.n > 1 else params
+                self._add(prompt_token_ids, sample, priority, deadline, samples=samples)
+        except (TypeError, ValueError, RuntimeError):
+            for request in samples:
+                self.abort(request.request_id)
+            raise
+        return samples
 
     def _add(
         self,

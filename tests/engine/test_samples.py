@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxpaged.config import LlamaConfig
-from jaxpaged.engine import Engine, NgramSpeculation, SamplingParams, SchedulerConfig
+from jaxpaged.engine import Engine, NgramSpeculation, QueueFullError, SamplingParams, SchedulerConfig
 from jaxpaged.models.llama import Llama
 from jaxpaged.paging.swap import SwapSpace
 
@@ -32,8 +32,9 @@ def model() -> Llama:
     return Llama(CONFIG, layer_loop="calls", rngs=nnx.Rngs(0))
 
 
-def make_engine(model, num_pages: int = 80, **options) -> Engine:
-    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), LIMITS, **options)
+def make_engine(model, num_pages: int = 80, max_num_waiting: int | None = None, **options) -> Engine:
+    limits = dataclasses.replace(LIMITS, max_num_waiting=max_num_waiting)
+    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), limits, **options)
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +88,27 @@ def test_generate_of_n_samples_computes_the_prompt_once_and_shares_its_pages(mod
         for ours, theirs in zip(output.logprobs, alone.logprobs, strict=True):
             assert ours.token_id == theirs.token_id
             assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
+
+
+def test_add_samples_gives_the_tokens_of_each_seed_by_id(model, solo):
+    engine = make_engine(model)
+    ids = engine.add_samples(PROMPTS[1], dataclasses.replace(SAMPLED, n=2), priority=1)
+    tokens = {request_id: [] for request_id in ids}
+    while engine.has_unfinished():
+        for new in engine.step():
+            tokens[new.request_id].append(new.token_id)
+    assert [tuple(tokens[i]) for i in ids] == [solo(PROMPTS[1], SAMPLED.of_sample(i)) for i in range(2)]
+    assert engine.stats().num_forks == 1
+
+
+def test_add_samples_that_the_queue_cannot_take_queues_none(model):
+    engine = make_engine(model, max_num_waiting=2)
+    with pytest.raises(QueueFullError, match="2 requests are waiting"):
+        engine.add_samples(PROMPTS[1], dataclasses.replace(SAMPLED, n=3))
+    assert not engine.has_unfinished()
+    assert len(engine.add_samples(PROMPTS[1], dataclasses.replace(SAMPLED, n=2))) == 2
+
+
+def test_add_samples_of_more_than_one_is_what_add_request_points_to(model):
+    with pytest.raises(ValueError, match="`n` must be 1 here; got 2. `add_samples`"):
+        make_engine(model).add_request(PROMPTS[1], dataclasses.replace(SAMPLED, n=2))

@@ -94,6 +94,7 @@ def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, req
     rng = np.random.default_rng(0)
     prefixes = [rng.integers(0, 64, n).tolist() for n in (4, 9, 16, 21)]
     requests = [make_request(rng, prefixes) for _ in range(num_requests)]
+    requests = [(prompt, dataclasses.replace(params, n=int(rng.choice([1, 1, 1, 2])))) for prompt, params in requests]
     swap = SwapSpace(24)
     engine = make_engine(model, swap=swap)
     two = dataclasses.replace(LIMITS, max_num_seqs=2)  # and as many drafts
@@ -113,38 +114,41 @@ def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, req
         assert e.stats().num_finished > num_requests // 5
     assert swap.stats().num_sequences == 0
     assert engine.stats().num_preemptions > engine.stats().num_swap_outs > num_requests // 100
+    assert engine.stats().num_forks > num_requests // 20
     assert speculating.stats().num_accepted_drafts > num_requests // 100
     assert len(got) > num_requests * 0.8
 
 
 def drive(engine: Engine, requests: list, rng: np.random.Generator, first: int) -> dict:
-    """Lets requests arrive, and aborts some; the tokens of each by its number, and why it ended."""
+    """Lets requests arrive, and aborts some; the tokens of each that was not, by its number and sample."""
     waiting = collections.deque(enumerate(requests, first))
-    number_of: dict[int, int] = {}
-    tokens: dict[int, list[int]] = {}
-    reasons: dict[int, FinishReason] = {}
+    place_of: dict[int, tuple[int, int]] = {}
+    tokens: dict[tuple[int, int], list[int]] = {}
+    reasons: dict[tuple[int, int], FinishReason] = {}
     while waiting or engine.has_unfinished():
         while waiting and engine.scheduler.num_waiting < 4:
             number, (prompt, params) = waiting.popleft()
-            request_id = engine.add_request(prompt, params, priority=int(rng.integers(3)))
-            number_of[request_id] = number
-            tokens[number] = []
+            request_ids = engine.add_samples(prompt, params, priority=int(rng.integers(3)))
+            for sample, request_id in enumerate(request_ids):
+                place_of[request_id] = number, sample
+                tokens[number, sample] = []
         if rng.random() < 0.02:
-            engine.abort(int(rng.choice(list(number_of))))
+            engine.abort(int(rng.choice(list(place_of))))
         for token in engine.step():
-            number = number_of[token.request_id]
+            place = place_of[token.request_id]
             if token.token_id is not None:
-                tokens[number].append(token.token_id)
+                tokens[place].append(token.token_id)
             if token.finish_reason is not None:
-                reasons[number] = token.finish_reason
-                del number_of[token.request_id]
-    return {n: tuple(tokens[n]) for n, reason in reasons.items() if reason is not FinishReason.ABORT}
+                reasons[place] = token.finish_reason
+                del place_of[token.request_id]
+    return {place: tuple(tokens[place]) for place, reason in reasons.items() if reason is not FinishReason.ABORT}
 
 
 def check_survivors(solo: Solo, requests: list, got: dict) -> None:
-    numbers = sorted(got)
-    for number, expected in zip(numbers, solo([requests[n] for n in numbers]), strict=True):
-        assert got[number] == expected, f"request {number}: {requests[number]}"
+    places = sorted(got)
+    alone = [(requests[n][0], requests[n][1].of_sample(i)) for n, i in places]
+    for place, request, expected in zip(places, alone, solo(alone), strict=True):
+        assert got[place] == expected, f"request {place}: {request}"
 
 
 def test_solo_engine_of_three_at_a_time_equals_one_at_a_time(model):
