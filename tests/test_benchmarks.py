@@ -1,4 +1,4 @@
-"""The GPU benchmarks' own lines, run at toy sizes on a CPU by what a bare machine has."""
+"""The benchmarks' own lines, at toy sizes; those for GPUs on a CPU, by what a bare machine has."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import gpu_attention, gpu_cases, workloads
+from benchmarks import engine_host, gpu_attention, gpu_cases, workloads
 from benchmarks.gpu_rivals import Inputs
 
 pytestmark = pytest.mark.slow
@@ -112,3 +112,14 @@ def test_page_memory_smoke_writes_figures_and_picture(tmp_path):
     results = json.loads((tmp_path / "page_memory.json").read_text())
     assert set(results["figures"]) == set(results["bars"])
     assert (tmp_path / "page_memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_engine_host_writes_each_round_and_prints_the_least_disturbed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["engine_host", "--steps", "10", "--rounds", "2", "--out", str(tmp_path)])
+    engine_host.main()
+    cases = json.loads((tmp_path / "engine_host.json").read_text())["cases"]
+    assert [(c["num_seqs"], c["prefix_caching"]) for c in cases[-2:]] == [(256, False), (256, True)]
+    assert all(c["mean_s"]["step"] == min(c["steps_s"]) and len(c["steps_s"]) == 2 for c in cases)
+    parts = cases[-1]["mean_s"]
+    assert sum(t for name, t in parts.items() if name != "step") == pytest.approx(parts["step"])
+    assert capsys.readouterr().out.count("(reach 300 us: ") == 2

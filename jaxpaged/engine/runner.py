@@ -224,7 +224,7 @@ class Runner:
         batch, from_row, rows = self._make_batch(plan)
         num_rows = len(batch.seq_lens)
         num_pending = [r.num_pending for r in rows]
-        features, next_ids = features_of(rows, num_pending=max(num_pending)), None
+        features, next_ids = features_of(rows), None
         if plan.prompt_rows:
             num_top = max(plan.requests[entry.place].params.prompt_logprobs or 0 for entry in plan.prompt_rows)
             features |= SamplingFeatures(num_logprobs=bucket(num_top))

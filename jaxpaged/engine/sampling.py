@@ -1,7 +1,7 @@
 """The next token from logits, on the device, one program for a whole batch of unlike requests.
 
 Nothing here reads a value on the host, and no row's result depends on another row. The draw follows from seed and
-position alone; that is why speculation (`accept_drafts`) gives the very tokens that come without it.
+position alone; that is why speculation gives the very tokens that come without it.
 """
 
 import dataclasses
@@ -51,24 +51,6 @@ class Sampled:
     logprobs: RowLogprobs | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """What `accept_drafts` returns.
-
-    Attributes:
-        num_accepted: Drafts that stand, from 0 to `num_drafts`.
-        token_ids: The row's first `num_accepted + 1` are its next tokens: the accepted drafts and one more.
-        is_finite: Whether the logits of these were finite.
-        logprobs: Of `token_ids`, where they were asked for.
-    """
-
-    num_accepted: Int[Array, "num_seqs"]
-    token_ids: Int[Array, "num_seqs num_queries"]
-    is_finite: Bool[Array, "num_seqs"]
-    logprobs: RowLogprobs | None = None
-
-
 def sample(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch | None) -> Sampled:
     """One token a row. `params=None` says that every row is greedy, and compiles to an argmax.
 
@@ -109,58 +91,6 @@ def token_logprobs(
     of_next = jnp.take_along_axis(logits, next_ids[:, None], axis=-1, mode="clip") - log_total
     top, top_ids = lax.top_k(logits, min(num_top, logits.shape[-1]))
     return RowLogprobs(logprobs=of_next[:, 0], top_ids=top_ids, top_logprobs=top - log_total)
-
-
-def accept_drafts(
-    logits: Float[Array, "num_seqs num_queries vocab_size"],
-    drafts: Int[Array, "num_seqs num_drafts"],
-    num_drafts: Int[Array, "num_seqs"],
-    params: SamplingBatch | None,
-) -> Accepted:
-    """Which drafted tokens stand, and the token that follows them: exactly those that come without drafts.
-
-    Each query's token is drawn as `sample` draws it, with the noise of its own seed and position, and a draft stands
-    while it is the token drawn. Given the same logits the output is token for token that of one-by-one sampling, greedy
-    or not, with every penalty and ban. A draft d stands with probability p(d) and what replaces it is drawn from p
-    without d: the rule of Leviathan et al. 2023, section 2.3, for a draft model that is sure of d, and no rule accepts
-    more.
-
-    Args:
-        logits: After the last known token and after each draft, num_queries = width of `drafts` + 1.
-        drafts: What somebody guessed to come next.
-        num_drafts: How many of a row's are guesses; the rest is padding.
-        params: For the first query; `position` counts up along the queries.
-    """
-    num_seqs, num_queries, vocab_size = logits.shape
-    if drafts.shape != (num_seqs, num_queries - 1):
-        raise ValueError(
-            f"`drafts` must have shape (num_seqs, num_queries - 1) = {(num_seqs, num_queries - 1)}; got "
-            f"{drafts.shape}. The last query's token has no draft."
-        )
-    rows = None if params is None else _rows_of_queries(params, drafts)
-    sampled = sample(logits.reshape(-1, vocab_size), rows)
-    sampled = jax.tree.map(lambda x: x.reshape(num_seqs, num_queries, *x.shape[1:]), sampled)
-    is_draft = jnp.arange(num_queries - 1) < num_drafts[:, None]
-    stands = is_draft & (sampled.token_ids[:, :-1] == drafts)
-    num_accepted = jnp.cumprod(stands.astype(jnp.int32), axis=-1).sum(-1)
-    unused = jnp.arange(num_queries) > num_accepted[:, None]
-    return Accepted(
-        num_accepted=num_accepted,
-        token_ids=sampled.token_ids,
-        is_finite=(sampled.is_finite | unused).all(-1),
-        logprobs=sampled.logprobs,
-    )
-
-
-def append_tokens(params: SamplingBatch, token_ids: Int[Array, "num_seqs num_new"]) -> SamplingBatch:
-    """Puts tokens that only the device knows behind the history of penalties. PAD ones count as nothing.
-
-    `position` already counts them: `make_sampling_batch(num_pending=...)`.
-    """
-    if params.penalties is None:
-        return params
-    history = jnp.concatenate([params.penalties.token_ids, token_ids.astype(jnp.int32)], axis=1)
-    return dataclasses.replace(params, penalties=dataclasses.replace(params.penalties, token_ids=history))
 
 
 def process(logits: Float[Array, "num_seqs vocab_size"], params: SamplingBatch) -> Float[Array, "num_seqs vocab_size"]:
@@ -250,16 +180,6 @@ def _argmax(logits: Float[Array, "num_seqs vocab_size"]) -> Int[Array, "num_seqs
     index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     best = jnp.where(logits == logits.max(-1, keepdims=True), index, logits.shape[-1])
     return jnp.minimum(best.min(-1), logits.shape[-1] - 1)  # of NaN nothing is the largest
-
-
-def _rows_of_queries(params: SamplingBatch, drafts: Int[Array, "num_seqs num_drafts"]) -> SamplingBatch:
-    """A row for each query, sequence by sequence: query j has seen drafts 0 to j - 1."""
-    num_seqs, num_queries = drafts.shape[0], drafts.shape[1] + 1
-    query = jnp.tile(jnp.arange(num_queries, dtype=jnp.int32), num_seqs)
-    rows = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), num_queries, axis=0), params)
-    rows = dataclasses.replace(rows, position=rows.position + query)
-    seen = jnp.arange(num_queries - 1) < query[:, None]
-    return append_tokens(rows, jnp.where(seen, jnp.repeat(drafts, num_queries, axis=0), PAD))
 
 
 def keep_likeliest(

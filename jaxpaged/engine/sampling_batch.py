@@ -110,13 +110,8 @@ class SamplingRequest(Protocol):
     def output_token_ids(self) -> Sequence[int]: ...  # noqa: D102
 
 
-def features_of(requests: Sequence[SamplingRequest], *, num_pending: int = 0) -> SamplingFeatures:
-    """What these requests need for their next token. O(requests), or O(tokens) of none.
-
-    Args:
-        num_pending: Tokens at most that follow what `output_token_ids` holds, known on the device alone: see
-            `make_sampling_batch`.
-    """
+def features_of(requests: Sequence[SamplingRequest]) -> SamplingFeatures:
+    """What these requests need for their next token. O(requests)."""
     draws = filters = False
     width = biases = stops = 0
     logprobs = None
@@ -126,7 +121,7 @@ def features_of(requests: Sequence[SamplingRequest], *, num_pending: int = 0) ->
             draws = True
             filters = filters or params.has_filters
         if params.has_penalties:
-            width = max(width, len(request.prompt_token_ids) + len(request.output_token_ids) + num_pending)
+            width = max(width, len(request.prompt_token_ids) + len(request.output_token_ids))
         if params.logit_bias:
             biases = max(biases, len(params.logit_bias))
         if params.min_new_tokens > len(request.output_token_ids):
@@ -159,7 +154,7 @@ def make_sampling_batch(
         requests: In batch order.
         num_rows: Rows of the logits, >= len(requests); the rest are padding, and greedy.
         num_pending: Tokens of each request that are known on the device and not yet here: a step that is still running
-            will tell. They count in positions; into the history of penalties `append_tokens` writes them.
+            will tell. They count in positions; a request with penalties must have none, for its history needs them.
         features: At least what these requests need, by `features_of`; None is exactly that.
         next_ids: `[num_rows]` int32, of `SamplingBatch`, for features with log-probabilities; None is -1 for all.
 
@@ -169,7 +164,7 @@ def make_sampling_batch(
     if len(requests) > num_rows:
         raise ValueError(f"`num_rows` must be at least the number of requests, {len(requests)}; got {num_rows}.")
     pending = [num_pending] * len(requests) if isinstance(num_pending, int) else num_pending
-    needed = features_of(requests, num_pending=max(pending, default=0))
+    needed = features_of(requests)
     features = features or needed
     if features | needed != features:
         raise ValueError(f"`features` must cover {needed}; got {features}. Join them with `|`.")
@@ -208,6 +203,7 @@ def make_sampling_batch(
         fields["next_ids"] = column([], np.int32, -1) if next_ids is None else next_ids
     penalties = None
     if features.history_width:
+        assert not any(n for n, p in zip(pending, params, strict=True) if p.has_penalties)
         penalties = Penalties(
             token_ids=_history(requests, num_rows, features.history_width),
             num_prompt=column(num_prompt, np.int32),

@@ -10,36 +10,14 @@ import pytest
 from flax import nnx
 
 import jaxpaged as jp
-from jaxpaged.config import LlamaConfig
 from jaxpaged.engine import Engine, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig, runner
 from jaxpaged.engine.plan import StepPlan
 from jaxpaged.models.llama import Llama
 from jaxpaged.paging import PageCopy
 from jaxpaged.paging.swap import SwapSpace
+from tests.engine.tiny import CONFIG, LIMITS, PROMPTS, make_engine
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position=96,
-    rms_norm_eps=1e-5,
-)
-LIMITS = SchedulerConfig(max_num_seqs=4, max_step_tokens=32, max_model_len=96)
-PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 64, n)] for i, n in enumerate((1, 17, 40, 5))]
 SAMPLED = SamplingParams(max_new_tokens=9, temperature=1.3, top_k=20, top_p=0.95)
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return Llama(CONFIG, layer_loop="calls", rngs=nnx.Rngs(0))
-
-
-def make_engine(model, num_pages: int = 80, limits: SchedulerConfig = LIMITS) -> Engine:
-    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), limits)
 
 
 def carry_out(engine, plan) -> None:
@@ -178,7 +156,7 @@ def test_generate_of_any_lengths_compiles_a_bounded_number_of_programs(model):
             return model(cache, batch)
 
     counting = jax.tree_util.Partial(Counting())
-    engine = Engine(counting, model.cache_config(num_pages=80, page_size=4), LIMITS)
+    engine = make_engine(counting)
     rng = np.random.default_rng(0)
     for _ in range(4):
         lengths = rng.integers(1, 60, rng.integers(1, 7))
@@ -388,7 +366,7 @@ def test_abort_at_any_step_frees_pages_and_leaves_the_others(model, engine, afte
 
 def test_add_request_past_its_deadline_fails_by_name(model):
     now = [0.0]
-    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, clock=lambda: now[0])
+    engine = make_engine(model, clock=lambda: now[0])
     late = engine.add_request(PROMPTS[0], SamplingParams(max_new_tokens=50), deadline=5.0)
     tokens = []
     while engine.has_unfinished():
@@ -431,7 +409,7 @@ def good_params(model) -> SamplingParams:
 @pytest.mark.parametrize("how", ["raise", "nan"])
 def test_step_with_a_broken_request_fails_that_one_with_the_cause(model, how):
     params = good_params(model)
-    engine = Engine(Broken(model, 63, how), model.cache_config(num_pages=80, page_size=4), LIMITS)
+    engine = make_engine(Broken(model, 63, how))
     good = engine.add_request(GOOD, params)
     tokens = engine.step() + engine.step()
     bad = engine.add_request(BAD, params)
@@ -456,7 +434,7 @@ def test_step_that_raises_leaves_requests_that_were_not_in_it(model, how):
     """A second prompt waits for tokens of the step: it is not in the one that fails, and starts over if need be."""
     params = good_params(model)
     limits = dataclasses.replace(LIMITS, max_num_seqs=1)
-    engine = Engine(Broken(model, 63, how), model.cache_config(num_pages=80, page_size=4), limits)
+    engine = make_engine(Broken(model, 63, how), limits=limits)
     bad, good = engine.add_request(BAD, params), engine.add_request(GOOD, params)
     tokens = []
     while engine.has_unfinished():
@@ -515,7 +493,7 @@ def test_step_interrupted_while_it_waits_loses_nothing(model, monkeypatch):
 
 
 def test_generate_where_every_prompt_fails_raises_the_cause(model):
-    engine = Engine(Broken(model, 63, "raise"), model.cache_config(num_pages=80, page_size=4), LIMITS)
+    engine = make_engine(Broken(model, 63, "raise"))
     with pytest.raises(RuntimeError, match="the model is broken"):
         engine.generate([BAD], good_params(model))
 
@@ -527,12 +505,7 @@ def test_generate_where_every_prompt_fails_raises_the_cause(model):
 def test_generate_with_speculation_gives_the_same_tokens_in_fewer_steps(model, params):
     prompts = [[3, 4, 5, 6] * 6, PROMPTS[1], [7] * 20]
     expected = [solo(model, p, params) for p in prompts]
-    engine = Engine(
-        model,
-        model.cache_config(num_pages=80, page_size=4),
-        LIMITS,
-        speculation=NgramSpeculation(min_ngram=1),
-    )
+    engine = make_engine(model, speculation=NgramSpeculation(min_ngram=1))
     assert [o.token_ids for o in engine.generate(prompts, params)] == expected
     stats = engine.stats()
     assert stats.num_drafts > 0
@@ -553,7 +526,7 @@ def test_generate_with_swap_takes_preempted_pages_back(model):
     prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[1][::-1]]
     expected = [solo(model, p, params) for p in prompts]
     swap = SwapSpace(40)
-    engine = Engine(model, model.cache_config(num_pages=16, page_size=4), LIMITS, swap=swap)
+    engine = make_engine(model, 16, swap=swap)
     assert [o.token_ids for o in engine.generate(prompts, params)] == expected
     stats = engine.stats()
     assert stats.num_swap_outs == stats.num_preemptions > 0
@@ -611,7 +584,7 @@ def test_stream_with_a_stop_string_ends_before_it_whatever_tokens_cut_it(model):
     tokens = solo(model, PROMPTS[1], SAMPLED)
     text = Letters().decode(tokens)
     stop = text[3:5]
-    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, tokenizer=Letters())
+    engine = make_engine(model, tokenizer=Letters())
     other = engine.stream(PROMPTS[0], SAMPLED)
     got = list(engine.stream(PROMPTS[1], dataclasses.replace(SAMPLED, stop=stop)))
     assert "".join(t.text for t in got) == text[: text.index(stop)]
@@ -636,7 +609,7 @@ class FewLetters(Letters):
 
 
 def test_generate_of_tokens_that_the_tokenizer_does_not_know_gives_replacement_characters(model):
-    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, tokenizer=FewLetters())
+    engine = make_engine(model, tokenizer=FewLetters())
     tokens = dict.fromkeys(range(len(PROMPTS)), "")
 
     def take(token):
@@ -653,7 +626,7 @@ def test_generate_of_tokens_that_the_tokenizer_does_not_know_gives_replacement_c
 def test_abort_hands_out_the_text_that_was_held_back(model):
     tokens = solo(model, PROMPTS[1], SAMPLED)
     text = Letters().decode(tokens)
-    engine = Engine(model, model.cache_config(num_pages=80, page_size=4), LIMITS, tokenizer=Letters())
+    engine = make_engine(model, tokenizer=Letters())
     stop = text[1:4] + "~"  # begins, and never ends
     request_id = engine.add_request(PROMPTS[1], dataclasses.replace(SAMPLED, stop=stop))
     got = []

@@ -5,27 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxpaged.config import LlamaConfig
-from jaxpaged.engine import Engine, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig, TokenLogprobs
+from jaxpaged.engine import FinishReason, NgramSpeculation, SamplingParams, TokenLogprobs
 from jaxpaged.models.llama import Llama
 from jaxpaged.paging.swap import SwapSpace
+from tests.engine.tiny import LIMITS, PROMPTS, make_engine
 from tests.models.dense_llama import dense_logits
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position=96,
-    rms_norm_eps=1e-5,
-)
-LIMITS = SchedulerConfig(max_num_seqs=4, max_step_tokens=16, max_model_len=96)
-PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 64, n)] for i, n in enumerate((1, 17, 40, 5))]
 SAMPLED = SamplingParams(max_new_tokens=9, temperature=1.3)
 BOTH = SamplingParams(max_new_tokens=9, num_logprobs=3, prompt_logprobs=4)
 EACH = [
@@ -34,15 +20,6 @@ EACH = [
     dataclasses.replace(SAMPLED, num_logprobs=4, prompt_logprobs=0),
     SamplingParams(max_new_tokens=9, prompt_logprobs=3),
 ]
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return Llama(CONFIG, layer_loop="calls", rngs=nnx.Rngs(0))
-
-
-def make_engine(model, num_pages: int = 80, limits: SchedulerConfig = LIMITS, **options) -> Engine:
-    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), limits, **options)
 
 
 def log_softmax(model: Llama, tokens: list[int]) -> np.ndarray:
@@ -194,7 +171,7 @@ class NotFinite:
 
 def test_prompt_logprobs_that_are_not_finite_fail_their_request_alone(model):
     params = dataclasses.replace(BOTH, logit_bias={63: float("-inf")})
-    engine = Engine(NotFinite(model, 63), model.cache_config(num_pages=80, page_size=4), LIMITS)
+    engine = make_engine(NotFinite(model, 63))
     bad, good = engine.generate([[1, 2, 63, 4, 5], [1, 2, 3, 4, 5]], params)
     assert bad.finish_reason is FinishReason.ERROR
     assert "logits after token 3 are not finite" in str(bad.error)

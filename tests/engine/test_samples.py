@@ -2,39 +2,13 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
-from flax import nnx
 
-from jaxpaged.config import LlamaConfig
-from jaxpaged.engine import Engine, NgramSpeculation, QueueFullError, SamplingParams, SchedulerConfig
-from jaxpaged.models.llama import Llama
+from jaxpaged.engine import NgramSpeculation, QueueFullError, SamplingParams
 from jaxpaged.paging.swap import SwapSpace
+from tests.engine.tiny import LIMITS, PROMPTS, make_engine
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position=96,
-    rms_norm_eps=1e-5,
-)
-LIMITS = SchedulerConfig(max_num_seqs=4, max_step_tokens=16, max_model_len=96)
-PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 64, n)] for i, n in enumerate((1, 17, 40, 5))]
 SAMPLED = SamplingParams(max_new_tokens=9, temperature=1.3)
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return Llama(CONFIG, layer_loop="calls", rngs=nnx.Rngs(0))
-
-
-def make_engine(model, num_pages: int = 80, max_num_waiting: int | None = None, **options) -> Engine:
-    limits = dataclasses.replace(LIMITS, max_num_waiting=max_num_waiting)
-    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), limits, **options)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +76,7 @@ def test_add_samples_gives_the_tokens_of_each_seed_by_id(model, solo):
 
 
 def test_add_samples_that_the_queue_cannot_take_queues_none(model):
-    engine = make_engine(model, max_num_waiting=2)
+    engine = make_engine(model, limits=dataclasses.replace(LIMITS, max_num_waiting=2))
     with pytest.raises(QueueFullError, match="2 requests are waiting"):
         engine.add_samples(PROMPTS[1], dataclasses.replace(SAMPLED, n=3))
     assert not engine.has_unfinished()

@@ -19,11 +19,11 @@ def test_make_sampling_batch_puts_each_request_in_its_row():
     rows = [
         Row(SamplingParams(temperature=0.5, top_k=2**40, top_p=0.25, min_p=0.125, seed=2**32 - 1), (4, 5), [6]),
         Row(SamplingParams(top_k=3, top_p=0.5, frequency_penalty=2.0, logit_bias={9: -1.5}), (7, 8, 9), [1, 2]),
-        Row(SamplingParams(min_new_tokens=2, stop_token_ids=(3, 4, 5), num_logprobs=3), (7,), [1]),
+        Row(SamplingParams(min_new_tokens=3, stop_token_ids=(3, 4, 5), num_logprobs=3), (7,), [1]),
         Row(SamplingParams(min_new_tokens=1, stop_token_ids=(3, 4, 5), num_logprobs=0), (7,), [1]),
     ]
-    batch = make_sampling_batch(rows, 8, num_pending=[0, 1, 0, 0])
-    assert batch.position.tolist() == [3, 6, 2, 2, 0, 0, 0, 0]
+    batch = make_sampling_batch(rows, 8, num_pending=[0, 0, 1, 0])
+    assert batch.position.tolist() == [3, 5, 3, 2, 0, 0, 0, 0]
     assert batch.temperature.tolist() == [0.5, *[0] * 7]
     assert batch.seed.tolist() == [2**32 - 1, *[0] * 7]
     assert batch.top_k.tolist() == [2**31 - 1, *[0] * 7]  # the second is greedy
@@ -32,7 +32,7 @@ def test_make_sampling_batch_puts_each_request_in_its_row():
     assert batch.bias_ids.tolist() == [[PAD], [9], *[[PAD]] * 6]
     assert batch.bias_values.tolist() == [[0], [-1.5], *[[0]] * 6]
     assert batch.stop_ids.tolist() == [*[[PAD] * 4] * 2, [3, 4, 5, PAD], *[[PAD] * 4] * 5]
-    assert batch.min_position.tolist() == [2, 3, 3, 2, 0, 0, 0, 0]
+    assert batch.min_position.tolist() == [2, 3, 4, 2, 0, 0, 0, 0]
     assert batch.num_logprobs == 4
     penalties = batch.penalties
     assert penalties.token_ids.tolist() == [[PAD] * 8, [7, 8, 9, 1, 2, PAD, PAD, PAD], *[[PAD] * 8] * 6]
@@ -72,9 +72,3 @@ def test_make_sampling_batch_of_too_little_room_raises():
         make_sampling_batch([row] * 3, 2)
     with pytest.raises(ValueError, match="`features` must cover .*draws=True.*; got .*draws=False"):
         make_sampling_batch([row], 1, features=SamplingFeatures(filters=True))
-
-
-def test_features_of_counts_pending_tokens_of_penalised_requests():
-    row = Row(SamplingParams(presence_penalty=1.0), (1, 2, 3), [4])
-    assert features_of([row]).history_width == 4
-    assert features_of([row], num_pending=1).history_width == 8

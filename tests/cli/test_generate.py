@@ -1,4 +1,4 @@
-"""The command line, in process: what a person types, and what comes out on stdout, on stderr and as exit code.
+"""`jaxpaged generate`, in process: what a person types, and what comes out on stdout, on stderr and as exit code.
 
 Models are tiny and random; tests/models checks the built-in one. Most runs share shapes, and so their compilations.
 """
@@ -6,49 +6,25 @@ Models are tiny and random; tests/models checks the built-in one. Most runs shar
 import io
 import json
 import os
-import pty
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
-from jaxpaged import cli, engine
+from jaxpaged import engine
 from jaxpaged.cli import app
 from jaxpaged.cli import generate as generate_command
 from jaxpaged.cli.parser import make_parser
 from jaxpaged.models.loading import load_model
-from jaxpaged.paging import PageAllocator
-from jaxpaged.paging.trace import TraceRecorder
+from tests.cli.command import run
 from tests.models.tiny_gguf import tiny_vocabulary, write_tiny_gguf
 
 KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "num_pages"]
 PROMPTS = ["the hen", "in 123", "é!"]
 NUM_NEW = 6
-HEAD = '{"trace": 1, "num_pages": 9, "page_size": 4}\n'
 BASIC = ("--max-new-tokens", str(NUM_NEW), "--num-pages", "40", "--backend", "xla")
 NBYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4  # K and V, 2 layers, 2 heads of 16, float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    """Most of these tests would be LLVM."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """A directory with gpt2.gguf and llama.gguf, named after their vocabularies."""
-    directory = tmp_path_factory.mktemp("models")
-    write_tiny_gguf(directory / "gpt2.gguf")
-    write_tiny_gguf(directory / "llama.gguf", kind="llama")
-    return directory
 
 
 @pytest.fixture
@@ -59,15 +35,6 @@ def generate(models, capfd):
         return run(capfd, "generate", "--model", str(models / model), *basic, *arguments)
 
     return generate
-
-
-def run(capfd, *arguments: str) -> tuple[int, str, str]:
-    code = 0
-    try:
-        cli.main(arguments)
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capfd.readouterr()
 
 
 @pytest.fixture
@@ -366,47 +333,7 @@ def test_generate_refuses_what_is_no_model(refused, models, tmp_path):
         assert re.search(message, refused("the", "--model", str(tmp_path / name)))
 
 
-@pytest.mark.parametrize("arguments", [(), ("sing",), ("--loud", "info")])
-def test_main_without_a_known_command_is_refused_in_one_line(capfd, arguments):
-    code, out, err = run(capfd, *arguments)
-    assert (code, out) == (2, "")
-    assert re.fullmatch(r"jaxpaged: error: [^\n]+\n", err)
-
-
 # Terminals, pipes, interrupts
-
-
-class Terminal:
-    """Puts a pseudo-terminal in the place of sys.stdout or sys.stderr."""
-
-    def __init__(self, name, monkeypatch):
-        self.ours, theirs = pty.openpty()
-        self.stream = os.fdopen(theirs, "w")
-        monkeypatch.setattr(sys, name, self.stream)
-
-    def read(self) -> str:
-        self.stream.flush()
-        os.set_blocking(self.ours, False)
-        text = b""
-        try:
-            while data := os.read(self.ours, 1 << 16):
-                text += data
-        except BlockingIOError:
-            pass
-        return text.decode().replace("\r\n", "\n")
-
-    def close(self):
-        self.stream.close()
-        os.close(self.ours)
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    opened = []
-    yield lambda name: opened.append(Terminal(name, monkeypatch)) or opened[-1]
-    monkeypatch.undo()
-    for each in opened:
-        each.close()
 
 
 def test_generate_one_prompt_on_a_terminal_streams_it(generate, records, terminal, monkeypatch):
@@ -474,132 +401,3 @@ def test_generate_interrupted_exits_with_130_and_no_traceback(generate, monkeypa
     monkeypatch.setattr(engine.Engine, "step", interrupted)
     monkeypatch.setattr(app, "_leave", sys.exit)
     assert generate("the hen") == (130, "", "")
-
-
-# memory-map
-
-
-@pytest.fixture
-def trace(tmp_path) -> Path:
-    """Two sequences that share a page."""
-    path = tmp_path / "pool.jsonl"
-    with path.open("w") as file:
-        pages = TraceRecorder(PageAllocator(12, 4), file)
-        pages.add("x", 7)
-        pages.fork("x", "y")
-        pages.append("y")
-    return path
-
-
-def test_memory_map_of_a_trace_draws_it_after_its_last_verb(capfd, trace):
-    code, out, err = run(capfd, "memory-map", str(trace))
-    assert (code, err) == (0, "")
-    assert out.splitlines() == [
-        f"{trace}, after 3 of 3 verbs",
-        "       0  #Aab········",
-        "a x   b y   capital: shared   · free   # null",
-        "12 pages of 4 tokens: 3 used (1 of them shared), 8 free, 1 null. Fragmentation: 8.3% of the used slots are "
-        "empty. Sharing saves 1 of 4 pages (25%).",
-    ]
-
-
-def test_memory_map_at_a_step_draws_it_after_so_many_verbs(capfd, trace):
-    _, out, _ = run(capfd, "memory-map", str(trace), "--step", "2")
-    assert out.splitlines()[:2] == [f"{trace}, after 2 of 3 verbs", "       0  #AA·········"]
-    _, out, _ = run(capfd, "memory-map", str(trace), "--step", "0")
-    assert out.splitlines()[1] == "       0  #···········"
-
-
-def test_memory_map_without_a_trace_draws_a_demo_and_says_so(capfd):
-    code, out, err = run(capfd, "memory-map")
-    assert (code, err) == (0, "")
-    assert out.startswith("A built-in demo workload, after ")
-    assert "of them shared" in out
-
-
-def test_memory_map_png_draws_a_picture_too(capfd, trace, tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    path = tmp_path / "pool.png"
-    code, out, err = run(capfd, "memory-map", str(trace), "--png", str(path))
-    assert (code, err) == (0, "")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert "12 pages of 4 tokens" in out
-    code, out, err = run(capfd, "memory-map", "--png", str(tmp_path / "nowhere" / "pool.png"))
-    assert (code, out) == (2, "")
-    assert re.fullmatch(r"jaxpaged: error: `--png [^\n]+pool\.png` cannot be written: No such file[^\n]+\n", err)
-
-
-def test_memory_map_png_without_matplotlib_says_what_to_install(capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, out, err = run(capfd, "memory-map", "--png", "pool.png")
-    assert (code, out) == (2, "")
-    assert re.fullmatch(r"jaxpaged: error: `--png` needs matplotlib[\w.]*: install jaxpaged\[plot\]\.\n", err)
-
-
-@pytest.mark.parametrize(
-    ("content", "arguments", "message"),
-    [
-        ("{", (), r"[^\n]+bad\.jsonl, line 1 must be JSON: Expecting property name[^\n]+ at column 2\."),
-        (
-            HEAD + '{"verb": "steal"}',
-            (),
-            r"[^\n]+bad\.jsonl, line 2 must have a `verb` among add, [^\n]+; got \"steal\"\.",
-        ),
-        (
-            HEAD + '{"verb": "free", "seq_id": 1}',
-            (),
-            r"[^\n]+bad\.jsonl, line 2: `seq_id` must be a sequence that is here.*",
-        ),
-        (HEAD, ("--step", "1"), r"`--step` must be from 0 to 0, the verbs of [^\n]+bad\.jsonl; got 1\."),
-        ("", (), r"[^\n]+bad\.jsonl must begin with a line [^\n]+; it is empty\."),
-        (None, (), r"TRACE `[^\n]+bad\.jsonl` cannot be read: No such file or directory\."),
-    ],
-)
-def test_memory_map_refuses_a_bad_trace_in_one_line(capfd, tmp_path, content, arguments, message):
-    path = tmp_path / "bad.jsonl"
-    if content is not None:
-        path.write_text(content)
-    code, out, err = run(capfd, "memory-map", str(path), *arguments)
-    assert (code, out) == (2, "")
-    assert re.fullmatch(rf"jaxpaged: error: {message}\n", err)
-
-
-# info, and the real thing
-
-
-def test_info_lists_device_versions_and_why_a_backend_cannot_run(capfd):
-    code, out, err = run(capfd, "info")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
-    assert lines[0] == f"device    {jax.devices()[0].device_kind} (cpu), {jax.device_count()} in all"
-    assert f"jax {jax.__version__}," in lines[1]
-    assert f"numpy {np.__version__}," in lines[1]
-    backends = {line.split()[1]: line.split(maxsplit=2)[2] for line in lines[2:]}
-    assert list(backends) == ["auto", "reference", "xla", "triton", "interpret"]
-    assert backends.pop("triton").startswith("cannot run here: it needs an NVIDIA GPU, and JAX sees only a cpu;")
-    assert set(backends.values()) == {"runs here"}
-
-
-def test_info_without_the_device_that_was_asked_for_is_refused(capfd, monkeypatch):
-    def no_backend():
-        raise RuntimeError("Unable to initialize backend 'cuda'")
-
-    monkeypatch.setattr(jax, "default_backend", no_backend)
-    code, out, err = run(capfd, "info")
-    assert (code, out) == (2, "")
-    assert err.startswith("jaxpaged: error: JAX finds no device (JAX_PLATFORMS=")
-    assert err.endswith("Unable to initialize backend 'cuda'\n")
-
-
-def test_python_m_jaxpaged_prints_json_and_nothing_else(models):
-    """In a process of its own: no warning of Python or JAX gets between."""
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxpaged", "generate", "the hen", "--model", models / "gpt2.gguf", "--format", "json",
-         "--max-new-tokens", "2"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert list(json.loads(done.stdout)) == KEYS
-    assert re.fullmatch(r"2 tokens in [^\n]+\n", done.stderr)

@@ -12,13 +12,11 @@ from flax import nnx
 import jaxpaged as jp
 from jaxpaged.config import LlamaConfig
 from jaxpaged.models.llama import Llama
-from tests.models.tiny_gguf import write_tiny_gguf
-from tests.test_cli import run
+from tests.cli.command import run
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench"])
-def test_profile_writes_a_trace_and_says_where(tmp_path, monkeypatch, capfd, command):
-    write_tiny_gguf(tmp_path / "tiny.gguf")
+def test_profile_writes_a_trace_and_says_where(model_path, tmp_path, monkeypatch, capfd, command):
     arguments = {
         "generate": ("the hen", "--max-new-tokens", "2"),
         "chat": ("--max-new-tokens", "2"),
@@ -26,7 +24,7 @@ def test_profile_writes_a_trace_and_says_where(tmp_path, monkeypatch, capfd, com
     }[command]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the hen\n")))
     traces = tmp_path / "new" / "traces"
-    code, _, err = run(capfd, command, "--model", str(tmp_path / "tiny.gguf"), *arguments, "--profile", str(traces))
+    code, _, err = run(capfd, command, "--model", str(model_path), *arguments, "--profile", str(traces))
     assert code == 0
     assert f"Trace written below {traces}: see it in XProf or Perfetto.\n" in err
     assert [path.stat().st_size > 0 for path in traces.rglob("*.xplane.pb")] == [True]

@@ -4,7 +4,6 @@ import json
 import re
 import types
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,35 +11,19 @@ from jaxpaged.cli import bench, bench_report
 from jaxpaged.cli.parser import make_parser
 from jaxpaged.cli.workload import Arrival, Lengths, Mix
 from jaxpaged.engine import EngineStats, FinishReason, NewToken, SamplingParams
-from tests.models.tiny_gguf import write_tiny_gguf
-from tests.test_cli import run
+from tests.cli.command import run
 
 SHAPES = ("--max-num-seqs", "2", "--max-step-tokens", "16", "--backend", "xla")
 MIX = ("--num-requests", "6", "--prompt-len", "uniform:4,12", "--output-len", "uniform:2,5")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    write_tiny_gguf(path)
-    return path
-
-
 @pytest.fixture
-def bench_json(path, tmp_path, capfd):
+def bench_json(model_path, tmp_path, capfd):
     """Runs `jaxpaged bench`; returns what it prints and what it writes."""
 
     def bench_json(*arguments: str):
         file = tmp_path / "bench.json"
-        code, out, err = run(capfd, "bench", "--model", str(path), *SHAPES, *MIX, "--json", str(file), *arguments)
+        code, out, err = run(capfd, "bench", "--model", str(model_path), *SHAPES, *MIX, "--json", str(file), *arguments)
         assert code == 0, err
         return out, json.loads(file.read_text()), err
 
@@ -251,14 +234,14 @@ def test_bench_plot_saves_a_picture(bench_json, tmp_path):
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_of_requests_that_fail_exits_with_1(path, capfd, monkeypatch):
+def test_bench_of_requests_that_fail_exits_with_1(model_path, capfd, monkeypatch):
     from jaxpaged.engine.runner import Runner
 
     def failing(self, plan):
         raise RuntimeError("the device is gone.")
 
     monkeypatch.setattr(Runner, "dispatch", failing)
-    code, out, err = run(capfd, "bench", "--model", str(path), *SHAPES, *MIX)
+    code, out, err = run(capfd, "bench", "--model", str(model_path), *SHAPES, *MIX)
     assert code == 1
     assert "6 of 6 requests, not counted above" in out
     assert err == "6 requests failed, the first by: the device is gone.\n"
@@ -294,16 +277,16 @@ def test_bench_of_requests_that_fail_exits_with_1(path, capfd, monkeypatch):
         (("words",), "unrecognized arguments: words"),
     ],
 )
-def test_bench_refuses_in_one_line(path, capfd, arguments, message):
+def test_bench_refuses_in_one_line(model_path, capfd, arguments, message):
     if arguments[0] == "--plot":
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    code, out, err = run(capfd, "bench", "--model", str(path), *MIX, *arguments)
+    code, out, err = run(capfd, "bench", "--model", str(model_path), *MIX, *arguments)
     assert (code, out) == (2, "")
     assert re.fullmatch(r"jaxpaged: error: [^\n]+\n", err)
     assert message in err
 
 
-def test_bench_plot_without_matplotlib_says_what_to_install_before_it_runs(path, capfd, monkeypatch):
+def test_bench_plot_without_matplotlib_says_what_to_install_before_it_runs(model_path, capfd, monkeypatch):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    code, _, err = run(capfd, "bench", "--model", str(path), "--plot", "x.png")
+    code, _, err = run(capfd, "bench", "--model", str(model_path), "--plot", "x.png")
     assert (code, err) == (2, "jaxpaged: error: `--plot` needs matplotlib: install jaxpaged[plot].\n")

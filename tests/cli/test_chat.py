@@ -6,49 +6,33 @@ import re
 import signal
 import sys
 
-import jax
 import pytest
 
 from jaxpaged import Engine, SamplingParams, SchedulerConfig
 from jaxpaged.cli import app
 from jaxpaged.models.loading import load_model
+from tests.cli.command import Terminal, run
 from tests.models.tiny_gguf import write_tiny_gguf
-from tests.test_cli import Terminal, run
 
 NUM_NEW = 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    write_tiny_gguf(path)
-    return path
-
-
 @pytest.fixture
-def chat(path, monkeypatch, capfd):
+def chat(model_path, monkeypatch, capfd):
     """Says lines, and returns exit code, stdout, stderr."""
 
     def chat(said: str | bytes, *arguments: str, model=None):
         data = said if isinstance(said, bytes) else said.encode()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        basic = ("--model", str(model or path), "--max-new-tokens", str(NUM_NEW), "--backend", "xla")
+        basic = ("--model", str(model or model_path), "--max-new-tokens", str(NUM_NEW), "--backend", "xla")
         return run(capfd, "chat", *basic, *arguments)
 
     return chat
 
 
-def solo_answers(path, said: list[str], system: str | None = None) -> list[str]:
+def solo_answers(model_path, said: list[str], system: str | None = None) -> list[str]:
     """Answers by an engine that caches nothing."""
-    model, tokenizer = load_model(path, backend="xla")
+    model, tokenizer = load_model(model_path, backend="xla")
     engine = Engine(model, model.cache_config(num_pages=20), SchedulerConfig(max_num_seqs=1), prefix_caching=False)
     params = SamplingParams(max_new_tokens=NUM_NEW, stop_token_ids=tuple(tokenizer.stop_token_ids))
     messages, answers = [{"role": "system", "content": system}] if system else [], []
@@ -64,12 +48,12 @@ def solo_answers(path, said: list[str], system: str | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("system", [None, "a hen"])
-def test_chat_answers_each_line_as_without_the_cache_and_reuses_pages(chat, path, system):
+def test_chat_answers_each_line_as_without_the_cache_and_reuses_pages(chat, model_path, system):
     said = ["the hen", "in the chin", "é!"]
     flags = ("--stats",) if system is None else ("--stats", "--system", system)
     code, out, err = chat("\n".join(said), *flags)
     assert code == 0
-    assert out == "".join(answer + "\n" for answer in solo_answers(path, said, system))
+    assert out == "".join(answer + "\n" for answer in solo_answers(model_path, said, system))
     turns = re.findall(r"\[(\d+) of (\d+) prompt tokens reused; (\d+) tokens? in \d+\.\d s, first \d+\.\d s\]", err)
     reused, prompt, new = zip(*(map(int, turn) for turn in turns), strict=True)
     assert reused[0] == 0
@@ -103,12 +87,12 @@ def test_chat_takes_commands_and_sends_none_to_the_model(chat):
     assert err.endswith("0 turns: 0 prompt tokens, 0 of them (0%) reused from earlier turns; 0 tokens answered.\n")
 
 
-def test_chat_line_that_begins_with_a_space_is_said_slash_or_not(chat, path):
-    assert chat(" /exit\n")[1] == solo_answers(path, ["/exit"])[0] + "\n"
+def test_chat_line_that_begins_with_a_space_is_said_slash_or_not(chat, model_path):
+    assert chat(" /exit\n")[1] == solo_answers(model_path, ["/exit"])[0] + "\n"
 
 
-def test_chat_reads_utf8_with_a_byte_order_mark(chat, path):
-    assert chat(b"\xef\xbb\xbfthe hen\r\n")[1] == solo_answers(path, ["the hen"])[0] + "\n"
+def test_chat_reads_utf8_with_a_byte_order_mark(chat, model_path):
+    assert chat(b"\xef\xbb\xbfthe hen\r\n")[1] == solo_answers(model_path, ["the hen"])[0] + "\n"
 
 
 # The context
@@ -155,13 +139,13 @@ def interrupts(monkeypatch):
     return interrupts
 
 
-def test_chat_interrupted_stops_the_answer_and_not_the_chat(chat, path, interrupts):
+def test_chat_interrupted_stops_the_answer_and_not_the_chat(chat, model_path, interrupts):
     before = signal.getsignal(signal.SIGINT)
     interrupts({5: 1})
     code, out, err = chat("the hen\nin the chin\n", "--stats")
     assert code == 0
     part, second = out.splitlines()
-    [whole] = solo_answers(path, ["the hen"])
+    [whole] = solo_answers(model_path, ["the hen"])
     assert whole.startswith(part)
     assert 0 < len(part) < len(whole)
     assert second
@@ -170,25 +154,25 @@ def test_chat_interrupted_stops_the_answer_and_not_the_chat(chat, path, interrup
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_chat_interrupted_twice_in_a_step_stops_at_once(chat, path, interrupts):
+def test_chat_interrupted_twice_in_a_step_stops_at_once(chat, model_path, interrupts):
     interrupts({1: 2})
     code, out, err = chat("a rat\nthe hen\n")
     assert code == 0
-    assert out == "\n" + solo_answers(path, ["the hen"])[0] + "\n"  # what had no answer is not part of it
+    assert out == "\n" + solo_answers(model_path, ["the hen"])[0] + "\n"  # what had no answer is not part of it
     assert err.count("[stopped]") == 1
 
 
-def test_chat_interrupted_while_it_reads_a_pipe_ends_with_130(chat, monkeypatch, path, capfd):
+def test_chat_interrupted_while_it_reads_a_pipe_ends_with_130(chat, monkeypatch, model_path, capfd):
     class Interrupted(io.StringIO):
         def readline(self, *_):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(app, "_leave", sys.exit)
     monkeypatch.setattr(sys, "stdin", Interrupted())
-    assert run(capfd, "chat", "--model", str(path))[0] == 130
+    assert run(capfd, "chat", "--model", str(model_path))[0] == 130
 
 
-def test_chat_answer_that_fails_is_named_and_the_chat_goes_on(chat, path, monkeypatch):
+def test_chat_answer_that_fails_is_named_and_the_chat_goes_on(chat, model_path, monkeypatch):
     from jaxpaged.engine.runner import Runner
 
     dispatch, failures = Runner.dispatch, [RuntimeError("the device is gone.")]
@@ -201,14 +185,14 @@ def test_chat_answer_that_fails_is_named_and_the_chat_goes_on(chat, path, monkey
     monkeypatch.setattr(Runner, "dispatch", failing)
     code, out, err = chat("a rat\nthe hen\n")
     assert code == 1
-    assert out == "\n" + solo_answers(path, ["the hen"])[0] + "\n"
+    assert out == "\n" + solo_answers(model_path, ["the hen"])[0] + "\n"
     assert "The answer failed: the device is gone. It is not part of the conversation.\n" in err
 
 
 # A terminal
 
 
-def test_chat_on_a_terminal_prompts_streams_and_survives_an_interrupt_of_the_line(path, monkeypatch, capfd):
+def test_chat_on_a_terminal_prompts_streams_and_survives_an_interrupt_of_the_line(model_path, monkeypatch, capfd):
     ours, theirs = os.openpty()
     stdout = Terminal("stdout", monkeypatch)
     with os.fdopen(theirs, "r") as stdin:
@@ -223,13 +207,13 @@ def test_chat_on_a_terminal_prompts_streams_and_survives_an_interrupt_of_the_lin
             raise line
 
         monkeypatch.setattr("builtins.input", typed)
-        code, _, err = run(capfd, "chat", "--model", str(path), "--max-new-tokens", str(NUM_NEW))
+        code, _, err = run(capfd, "chat", "--model", str(model_path), "--max-new-tokens", str(NUM_NEW))
         shown = stdout.read()
     monkeypatch.undo()
     stdout.close()
     os.close(ours)
     assert code == 0
-    assert shown == f"> > {solo_answers(path, ['the hen'])[0]}\n> \n"
+    assert shown == f"> > {solo_answers(model_path, ['the hen'])[0]}\n> \n"
     assert err.startswith("The conversation may have 256 tokens. /help lists what can be typed.\n")
     assert "(/exit or Ctrl-D leaves)" in err
 
