@@ -270,20 +270,21 @@ class Scheduler:
     def _is_being_computed(self, request: Request, step: StepBuilder) -> bool:
         """Whether pages that it could share are on their way.
 
-        Another sample of its prompt reads it, or a prompt that begins alike is in this step for the first time.
+        Another sample of its prompt reads it, or a prompt of this step begins alike, up to the page that it is at.
         """
         if request.samples and not request.is_swapped and not request.output_token_ids:
             if self.holdings.parent_of(request, step) is not None:
                 return False
             if any(r.is_prompting and r.request_id in self.pages for r in request.samples):
                 return True
-        size = self.pages.page_size
-        needs_all = request.is_swapped or request.needs_prompt_logits
-        if not self.pages.prefix_caching or needs_all or request.num_tokens <= size:
+        if not self.pages.prefix_caching or request.is_swapped or request.needs_prompt_logits:
             return False
-        begin = request.known_tokens()[:size]
-        fresh = (r for r in step.prompts if r.num_computed_tokens == 0 and r.num_tokens > size)
-        return any(np.array_equal(r.known_tokens()[:size], begin) for r in fresh)
+        size, known = self.pages.page_size, request.known_tokens()
+        for other in step.prompts:
+            end = (other.num_computed_tokens // size + 1) * size  # of the page that it is at
+            if end < len(known) and np.array_equal(other.known_tokens()[:end], known[:end]):
+                return True
+        return False
 
     def _make_way(self, request: Request, step: StepBuilder) -> bool:
         """Whether there is a place and pages for a waiting request, if need be those of requests of lower priority."""

@@ -1,5 +1,6 @@
 """What the engine tells about itself: a frozen record, and the same as text for Prometheus."""
 
+import collections
 import dataclasses
 import statistics
 from collections import deque
@@ -65,12 +66,16 @@ class EngineStats:
             if isinstance(value, int | float):
                 kind = "counter" if field.name in _COUNTERS else "gauge"
                 name = f"jaxpaged_{field.name}" + "_total" * (kind == "counter")
-                lines += [f"# TYPE {name} {kind}", f"{name} {value:.9g}"]
-        lines += ["# TYPE jaxpaged_program_steps_total counter"]
+                lines += [
+                    f"# TYPE {name} {kind}",
+                    f"{name} {value if isinstance(value, int) else format(value, '.9g')}",
+                ]
+        steps: collections.Counter[str] = collections.Counter()  # ways to sample are no labels: programs share a line
         for program, count in self.programs.items():
-            label = f'rows="{program.num_rows}",tokens="{program.num_tokens or program.num_rows}"'
             kind = "decode" if program.num_tokens is None else "mixed"
-            lines.append(f'jaxpaged_program_steps_total{{kind="{kind}",{label}}} {count}')
+            steps[f'kind="{kind}",rows="{program.num_rows}",tokens="{program.num_tokens or program.num_rows}"'] += count
+        lines += ["# TYPE jaxpaged_program_steps_total counter"]
+        lines += [f"jaxpaged_program_steps_total{{{labels}}} {count}" for labels, count in steps.items()]
         return "\n".join(lines) + "\n"
 
 

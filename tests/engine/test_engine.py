@@ -561,16 +561,22 @@ def test_run_with_copies_that_follow_one_another_makes_them_in_order(model):
 
 def test_stats_as_prometheus_text_names_counters_and_gauges(model, engine):
     engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=3))
+    engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=3, temperature=1.0))  # other programs of the same shape
     stats = engine.stats()
-    assert stats.num_finished == 2
-    assert stats.num_tokens == 6
+    assert stats.num_finished == 4
+    assert stats.num_tokens == 12
     assert sum(stats.programs.values()) == stats.num_steps
-    assert len(stats.programs) <= stats.max_programs
+    assert len(stats.programs) <= 2 * stats.max_programs
     text = stats.prometheus_text()
     assert "# TYPE jaxpaged_num_steps_total counter\n" in text
-    assert "jaxpaged_num_finished_total 2\n" in text
+    assert "jaxpaged_num_finished_total 4\n" in text
     assert "# TYPE jaxpaged_num_running gauge\njaxpaged_num_running 0\n" in text
     assert 'jaxpaged_program_steps_total{kind="decode",rows="2",tokens="2"}' in text
+    series = [line.split()[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(series) == len(set(series))
+    many = dataclasses.replace(stats, num_tokens=12_345_678_901, step_s=0.125).prometheus_text()
+    assert "jaxpaged_num_tokens_total 12345678901\n" in many
+    assert "jaxpaged_step_s 0.125\n" in many
 
 
 class Letters:

@@ -233,6 +233,20 @@ def test_schedule_of_prompts_that_begin_alike_computes_the_beginning_once():
     assert (stats.num_hit_tokens, stats.num_missed_tokens) == (36, 16)
 
 
+def test_schedule_of_prompts_that_begin_alike_in_chunks_computes_the_beginning_once():
+    """The first takes two steps: in the second, which has tokens left, the others still wait for its last full page."""
+    scheduler = make_scheduler(prefix_caching=True, max_step_tokens=11)
+    for i in range(3):
+        scheduler.add(make_request(i, [*range(12), i], new=1))
+    scheduler.add(make_request(3, [*range(4), 9, 9], new=1))  # alike up to the page that is there by then
+    steps = steps_of(run(scheduler))
+    assert steps == [[(0, 11)], [(0, 2)], [(1, 1), (2, 1), (3, 2)]]
+    scheduler.pages.reset()
+    for i in range(4, 6):  # and where they differ after a page, no longer than for that one
+        scheduler.add(make_request(i, [*range(4), *[i] * 9], new=1))
+    assert steps_of(run(scheduler)) == [[(4, 11)], [(4, 2), (5, 9)]]
+
+
 def test_preempted_request_finds_what_it_had_computed():
     scheduler = make_scheduler(prefix_caching=True, max_num_seqs=1)
     scheduler.add(make_request(0, 9, new=12, priority=1))
@@ -359,7 +373,7 @@ def test_schedule_of_samples_computes_their_prompt_once(prompt, ahead):
     st.lists(
         st.tuples(st.integers(1, 24), st.lists(st.integers(1, 12), min_size=1, max_size=4)), min_size=1, max_size=4
     ),
-    st.integers(9, 30),
+    st.integers(10, 30),  # the longest takes 9
     st.booleans(),
     st.sampled_from([0, 4, 20]),
     st.integers(0, 1),
