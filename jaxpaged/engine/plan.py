@@ -75,7 +75,6 @@ class StepBuilder:
         self.copies: list[PageCopy] = []
         self.swap_outs: list[SwapOut] = []
         self.swap_ins: list[SwapIn] = []
-        self.num_preempted = 0
         self.num_swapped_pages = 0
         self._decoding: list[Request] = []
         self._drafts: dict[Request, tuple[int, ...]] = {}

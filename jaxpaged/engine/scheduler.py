@@ -112,8 +112,7 @@ class Scheduler:
             for request in self.running:
                 if request.is_prompting and step.budget > 0:
                     step.prompt(request)
-        if self.waiting and not step.num_preempted:
-            self._admit(step)
+        self._admit(step)
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
         plan = step.build()
         if plan is None and self.waiting and not self.running and not self.waiting[0].num_pending:
@@ -298,7 +297,6 @@ class Scheduler:
         """Takes the pages of the last running request."""
         victim = self.running.pop()
         step.remove(victim)
-        step.num_preempted += 1
         self.num_preemptions += 1
         self.holdings.set_aside(victim, step)
         bisect.insort(self.waiting, victim, key=_ORDER)
@@ -315,20 +313,23 @@ class Scheduler:
         every_drafts = plan.drafts or [()] * len(plan.requests)
         for request, samples, drafts in zip(plan.requests, plan.samples, every_drafts, strict=True):
             tokens = token_ids[row : row + 1 + len(drafts)]
-            num_accepted = next((i for i, d in enumerate(drafts) if d != tokens[i]), len(drafts))
+            falls = (i for i, d in enumerate(drafts) if d != tokens[i] or row + i in non_finite)
+            num_accepted = next(falls, len(drafts))
             rows = range(row, row + 1 + num_accepted)
             row += len(tokens)
             if not samples or request.finish_reason is not None:
-                continue
-            if any(i in non_finite for i in rows):
-                self._end_non_finite(request, request.num_known)
                 continue
             request.num_computed_tokens += num_accepted
             request.num_tokens += num_accepted
             self.num_accepted_drafts += num_accepted
             num_top = request.params.num_logprobs
             for i, token_id in zip(rows, tokens[: num_accepted + 1], strict=True):
-                if logprobs is not None and num_top is not None and request.finish_reason is None:
+                if request.finish_reason is not None:
+                    break
+                if i in non_finite:
+                    self._end_non_finite(request, request.num_known)
+                    break
+                if logprobs is not None and num_top is not None:
                     request.logprobs.append(logprobs.of(i, token_id, num_top))
                 yield request, token_id
 
@@ -352,7 +353,6 @@ class Scheduler:
         )
         if request.request_id in self.pages and not request.is_swapped:  # nobody may find what it wrote
             self.pages.invalidate(request.request_id, request.num_prefix_tokens)
-            request.num_computed_tokens = request.num_prefix_tokens
         self._end(request, FinishReason.ERROR, error)
 
     def _end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> str:
