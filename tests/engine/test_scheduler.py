@@ -57,12 +57,15 @@ class Machine:
     def pages_of(self, page_ids):
         return self.slots.reshape(-1, PAGE_SIZE)[page_ids]
 
+    def swap_out(self, plan) -> None:
+        for request_id, page_ids in plan.swap_outs:
+            block = self.pages_of(page_ids).reshape(1, len(page_ids), 1, PAGE_SIZE, 1).astype(np.int32)
+            self.scheduler.holdings.swap.put_sequence(request_id, {"k": block})
+
     def carry_out(self, plan) -> list[int]:
         """The tokens that follow, read from the pool: a token in a wrong slot changes them."""
         pages, swap = self.scheduler.pages, self.scheduler.holdings.swap
-        for request_id, page_ids in plan.swap_outs:
-            block = self.pages_of(page_ids)
-            swap.put_sequence(request_id, {"k": block.reshape(1, len(page_ids), 1, PAGE_SIZE, 1).astype(np.int32)})
+        self.swap_out(plan)
         for src, dst in plan.page_copies:
             self.slots.reshape(-1, PAGE_SIZE)[dst] = self.pages_of(src)
         for request, page_ids in plan.swap_ins:
@@ -86,8 +89,13 @@ class Machine:
         return self.slots[page_ids[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE].tolist()
 
 
-def run(scheduler: Scheduler, *, ahead=0, min_steps=0, max_steps=3000, before_step=lambda i: None) -> list:
-    """Steps until nothing is left, `ahead` steps of them scheduled before tokens are known; returns the plans."""
+def run(scheduler: Scheduler, *, ahead=0, min_steps=0, max_steps=3000, before_step=lambda i: None, failures=()) -> list:
+    """Steps until nothing is left, `ahead` steps of them scheduled before tokens are known; returns the plans.
+
+    Args:
+        failures: By step: it fails before anything was moved ("early") or after pages were swapped out ("late"), takes
+            the pool with it ("lost"), or is interrupted.
+    """
     machine, plans, in_flight = Machine(scheduler), [], collections.deque()
     for i in range(max_steps):
         before_step(i)
@@ -97,6 +105,17 @@ def run(scheduler: Scheduler, *, ahead=0, min_steps=0, max_steps=3000, before_st
         if plan is not None:
             check(scheduler, plan)
             plans.append(plan)
+            failure = dict(failures).get(i)
+            if failure == "late":
+                machine.swap_out(plan)
+            if failure in ("early", "late", "lost"):
+                scheduler.fail(plan, RuntimeError("a failed step"))
+            if failure in ("lost", "interrupted"):
+                machine.slots[:] = -1
+                in_flight.clear()
+                scheduler.restart_all()
+            if failure is not None:
+                continue
             in_flight.append((plan, machine.carry_out(plan)))
             scheduler.dispatched(plan)
         if in_flight and (plan is None or len(in_flight) > ahead or scheduler.needs_tokens):
@@ -301,6 +320,7 @@ SHAPES = st.tuples(
     ahead=st.integers(0, 1),
     arrivals=st.lists(st.integers(0, 30), min_size=10, max_size=10),
     aborts=st.dictionaries(st.integers(0, 9), st.integers(0, 40), max_size=3),
+    failures=st.dictionaries(st.integers(0, 40), st.sampled_from(["early", "late", "lost", "interrupted"]), max_size=3),
 )
 def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
     shapes,
@@ -313,8 +333,9 @@ def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
     ahead,
     arrivals,
     aborts,
+    failures,
 ):
-    """Progress, whatever the pool, the lengths and the priorities; and no page is leaked or read by another."""
+    """Progress, whatever pool, lengths, priorities and failures; and no page is leaked or read by another."""
     swap = SwapSpace(swap_pages) if swap_pages else None
     scheduler = make_scheduler(
         num_pages, prefix_caching, swap, speculation, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens
@@ -331,9 +352,9 @@ def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
         here = [r for r, at in zip(requests, arrivals, strict=False) if at <= i]
         scheduler.end([r for r in here if aborts.get(r.request_id) == i], FinishReason.ABORT)
 
-    run(scheduler, ahead=ahead, before_step=before_step, min_steps=45)  # all have arrived by then
+    run(scheduler, ahead=ahead, before_step=before_step, min_steps=45, failures=failures)  # all have arrived by then
     for request in requests:
-        if request.finish_reason is FinishReason.ABORT:
+        if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert request.output_token_ids == expected_output(request)[: len(request.output_token_ids)]
         else:
             assert request.output_token_ids == expected_output(request)
