@@ -3,6 +3,8 @@
 import operator
 from typing import SupportsIndex
 
+import numpy as np
+
 
 def as_count(value: SupportsIndex, label: str, *names: object, minimum: int = 0) -> int:
     """`value` as an int >= `minimum`; numpy's integers pass, bools do not. Errors call it `label.format(*names)`."""
@@ -19,6 +21,18 @@ def as_count(value: SupportsIndex, label: str, *names: object, minimum: int = 0)
     if count < minimum:
         raise ValueError(f"{label.format(*names)} must be an integer >= {minimum}; got {count}.")
     return count
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raises TypeError for what is no integer, by name; numpy's pass, bools do not."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an integer; got {value!r}.")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises TypeError for what is no real number, by name; numpy's pass, bools do not."""
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a number; got {value!r}.")
 
 
 def require_arrays(**arrays: object) -> None:

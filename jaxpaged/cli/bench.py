@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> None:
     measured = dataclasses.replace(
         measured, num_programs=num_programs, warmup_s=warmup_s, num_compilations=compilations.count
     )
-    print_report(measured, rate=args.rate)
     if args.json is not None:
         write_json(measured, args)
     if args.plot is not None:
         write_plot(measured, args)
+    print_report(measured, rate=args.rate)
     if measured.errors:
         print(f"{len(measured.errors)} requests failed, the first by: {measured.errors[0]}", file=sys.stderr)
         sys.exit(1)

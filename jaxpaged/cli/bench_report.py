@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from jaxpaged import __version__
+from jaxpaged.cli.console import Console
 from jaxpaged.cli.errors import UsageError
 from jaxpaged.cli.setup import size
 from jaxpaged.cli.workload import Arrival
@@ -126,7 +126,7 @@ def summary(values: Sequence[float]) -> dict[str, float | None]:
 
 def print_report(measured: Measurement, *, rate: float | None) -> None:
     """Prints the table to stdout."""
-    console = Console(highlight=False)
+    console = Console()
     requests, pace = measured.requests, "all at once" if rate is None else f"{rate:g} a second"
     num_prompt, num_new = sum(r.num_prompt_tokens for r in requests), sum(len(r.token_s) for r in requests)
     title = f"{len(requests)} requests, {pace}: {num_prompt:,} prompt tokens, {num_new:,} new, {measured.seconds:.1f} s"

@@ -2,8 +2,7 @@
 
 import argparse
 
-from rich.console import Console
-
+from jaxpaged.cli.console import Console
 from jaxpaged.cli.errors import UsageError, with_flags
 from jaxpaged.paging.plot import pool_text, save_png
 from jaxpaged.paging.trace import TraceError, demo_trace, read_trace
@@ -30,5 +29,5 @@ def run(args: argparse.Namespace) -> None:
             raise UsageError(f"`--png {args.png}` cannot be written: {error.strerror}.") from error
         except ModuleNotFoundError as error:
             raise UsageError(f"`--png` needs {error.name}: install jaxpaged[plot].") from error
-    console = Console(highlight=False)
+    console = Console()
     console.print(pool_text(snapshot, title=title, width=min(console.width, 80)), soft_wrap=True)

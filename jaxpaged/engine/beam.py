@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpaged.config import cdiv
 from jaxpaged.engine.beam_scores import BeamParams, BeamScores, Continuation
+from jaxpaged.engine.interrupts import Interrupts
 from jaxpaged.engine.plan import SchedulerConfig, StepPlan
 from jaxpaged.engine.request import FinishReason, Request, SamplingParams
 from jaxpaged.engine.runner import Runner
@@ -52,6 +53,7 @@ class BeamSearch:
 
     Args:
         new_id: Gives a name to each sequence.
+        interrupts: Held back by whoever calls `run`; let through in the runner.
 
     Attributes:
         num_steps: That it ran.
@@ -65,6 +67,7 @@ class BeamSearch:
         config: SchedulerConfig,
         params: BeamParams,
         new_id: Callable[[], int],
+        interrupts: Interrupts,
     ):
         if params.num_beams > (limit := config.max_num_seqs):
             raise ValueError(f"`num_beams` must be at most `max_num_seqs` = {limit}; got {params.num_beams}.")
@@ -74,6 +77,7 @@ class BeamSearch:
         self.params = params
         self.num_steps = self.peak_num_pages = 0
         self._new_id = new_id
+        self._interrupts = interrupts
         self._sampling = SamplingParams(max_new_tokens=params.max_new_tokens, num_logprobs=params.num_candidates)
 
     def num_pages(self, prompt: Request) -> int:
@@ -150,7 +154,8 @@ class BeamSearch:
         )
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
         try:
-            result = self.runner.run(plan)
+            with self._interrupts.allowed():
+                result = self.runner.run(plan)
         except BaseException:  # what the cache holds now, nobody knows
             self.runner.restore_cache(is_lost=True)
             self.pages.reset()

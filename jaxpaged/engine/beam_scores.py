@@ -4,13 +4,14 @@ Source: `transformers` 5, `GenerationMixin._beam_search`, whose results these ar
 """
 
 import dataclasses
-import math
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxpaged.checks import as_count
+from jaxpaged.checks import as_count, check_number
+
+_MAX_LENGTH_PENALTY = 32  # of it, a length of a million tokens is still a float64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,10 @@ class BeamParams:
                     f"`num_return_sequences` must be at most `num_beams` = {self.num_beams}; got "
                     f"{self.num_return_sequences}."
                 )
-        penalty = self.length_penalty
-        if not isinstance(penalty, int | float) or isinstance(penalty, bool):
-            raise TypeError(f"`length_penalty` must be a number; got {penalty!r}.")
-        if not math.isfinite(penalty):
-            raise ValueError(f"`length_penalty` must be finite; got {penalty}.")
+        check_number("length_penalty", self.length_penalty)
+        if not abs(self.length_penalty) <= _MAX_LENGTH_PENALTY:
+            limit = _MAX_LENGTH_PENALTY
+            raise ValueError(f"`length_penalty` must be from -{limit} to {limit}; got {self.length_penalty}.")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"`early_stopping` must be True, False or 'never'; got {self.early_stopping!r}.")
         if vocab_size is not None and self.num_candidates > vocab_size:

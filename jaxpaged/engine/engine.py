@@ -4,15 +4,18 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from jaxpaged.checks import check_integer, check_number
 from jaxpaged.config import CacheConfig
 from jaxpaged.engine.beam import BeamOutput, BeamSearch
 from jaxpaged.engine.beam_scores import BeamParams, Sentence
+from jaxpaged.engine.interrupts import Interrupts
 from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.pipeline import Pipeline
 from jaxpaged.engine.plan import SchedulerConfig
@@ -104,7 +107,8 @@ class Engine:
             swap=swap,
             rows_per_seq=1 + (speculation.num_drafts if speculation else 0),
         )
-        self.pipeline = Pipeline(self.scheduler, self.runner)
+        self._interrupts = Interrupts()
+        self.pipeline = Pipeline(self.scheduler, self.runner, self._interrupts)
         self._vocab_size: int | None = getattr(model, "vocab_size", None)
         self._tokenizer = tokenizer
         self._clock = clock
@@ -112,6 +116,8 @@ class Engine:
         self._requests: dict[int, Request] = {}  # those unfinished
         self._aborts: deque[int] = deque()
         self._mailboxes: dict[int, deque[NewToken]] = {}
+        self._closed_streams: set[int] = set()  # of requests unfinished
+        self._untold: list[NewToken] = []  # of requests without a mailbox, for the next `step`
         self._lock = threading.Lock()
         self._stepping: asyncio.Future | None = None
         self._times = StepTimes()
@@ -132,9 +138,9 @@ class Engine:
             deadline: When it fails if it has not ended, by the engine's clock: `time.monotonic() + seconds`.
 
         Raises:
-            ValueError: The prompt is empty or as long as the context, a token id is not in the vocabulary, or a
-                sampling parameter is out of range; `n` must be 1 here.
-            TypeError: A token id or a count is not an integer.
+            ValueError: The prompt is empty or as long as the context, a token id is not in the vocabulary, a sampling
+                parameter is out of range, or the deadline is NaN; `n` must be 1 here.
+            TypeError: A token id, a count or the priority is not an integer, or the deadline is not a number.
             OutOfPagesError: The pool is too small for this request alone.
             QueueFullError: `max_num_waiting` requests wait.
         """
@@ -169,8 +175,8 @@ class Engine:
     ) -> TokenStream:
         """Queues a prompt and returns its tokens as they come: `for token in ...`, or `async for token in ...`.
 
-        Whoever reads drives the engine; several streams, and `step`, may take turns. Of async streams any number run
-        together. Abandoning a stream aborts its request.
+        Whoever reads drives the engine; several streams, and `step`, may take turns: each gets its own tokens. Of async
+        streams any number run together. Abandoning a stream aborts its request.
 
         Raises:
             ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`.
@@ -181,29 +187,30 @@ class Engine:
 
     astream = stream  # one object is both iterators
 
-    async def step_async(self) -> None:
-        """One `step` in a thread of its own; who calls while it runs waits for the same one."""
-        if self._stepping is None or self._stepping.done():
-            self._stepping = asyncio.ensure_future(asyncio.to_thread(self.step))
-        await asyncio.shield(self._stepping)
-
     def step(self) -> list[NewToken]:
-        """Starts one step, and returns the tokens of the one before.
+        """Starts one step, and returns the tokens of the one before: those of requests that have no stream.
 
         Empty while a long prompt is being read, while the first step runs, and when nothing is left to do. A step that
         raises ends its requests with the cause; the others go on, those whose pages it took with it from their start.
-        When it is interrupted, all start over, with the tokens that they have generated, at the next call.
+        Ctrl-C comes through while the device is waited for, and loses no token: all start over, with the tokens that
+        they have generated, at the next call.
         """
         with self._lock:
-            begin, num_steps = time.perf_counter(), self.pipeline.num_steps
-            self._take_aborts()
-            new = self.pipeline.advance(self._clock())
-            self._take_aborts()
-            new += self.scheduler.take_ended()
-            self._deliver(new)
-            if new or self.pipeline.num_steps > num_steps:
-                self._times.add(time.perf_counter() - begin, self.pipeline.waited_s, len(new))
-            return new
+            self._advance()
+            told, self._untold = self._untold, []
+            return told
+
+    def advance(self) -> None:
+        """`step` for those who read streams: what it would return is kept for the next `step`."""
+        with self._lock:
+            self._advance()
+
+    async def advance_async(self) -> None:
+        """One `advance` in a thread of its own; who calls while it runs, in the same loop, waits for the same one."""
+        loop = asyncio.get_running_loop()
+        if self._stepping is None or self._stepping.done() or self._stepping.get_loop() is not loop:
+            self._stepping = asyncio.ensure_future(asyncio.to_thread(self.advance))
+        await asyncio.shield(self._stepping)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -215,15 +222,18 @@ class Engine:
         While another thread is in `step`, that step ends it.
         """
         self._aborts.append(request_id)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._take_aborts()
-                self._deliver(self.scheduler.take_ended())
-            finally:
-                self._lock.release()
+        with self._interrupts.deferred():
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._take_aborts()
+                    self._deliver(self.scheduler.take_ended(), others=[])  # who aborts knows of it
+                finally:
+                    self._lock.release()
 
     def close_stream(self, request_id: int) -> None:
         """Aborts the request of a stream, unless it has ended, and delivers nothing to it any more."""
+        if request_id in self._requests:
+            self._closed_streams.add(request_id)
         self._mailboxes.pop(request_id, None)
         self.abort(request_id)
 
@@ -260,18 +270,25 @@ class Engine:
         if len(params) != len(prompts):
             raise ValueError(f"`params` must be one, or one for each of {len(prompts)} prompts; got {len(params)}.")
         requests: list[Request] = []
+        others: list[NewToken] = []  # of requests that `on_token` or another thread adds
         try:
-            for prompt, p in zip(prompts, params, strict=True):
-                requests += self._add_samples(prompt, p)
+            with self._interrupts.deferred():
+                for prompt, p in zip(prompts, params, strict=True):
+                    requests += self._add_samples(prompt, p)
             index = {r.request_id: i for i, r in enumerate(requests)}
-            while self.has_unfinished():
+            while any(r.finish_reason is None for r in requests):
                 for token in self.step():
-                    if on_token is not None and token.token_id is not None:
+                    if token.request_id not in index:
+                        others.append(token)
+                    elif on_token is not None and token.token_id is not None:
                         on_token(token._replace(request_id=index[token.request_id]))
         finally:
-            for request in requests:
-                if request.finish_reason is None:
-                    self.abort(request.request_id)
+            with self._interrupts.deferred():
+                for request in requests:
+                    if request.finish_reason is None:
+                        self.abort(request.request_id)
+                ours = {request.request_id for request in requests}
+                self._untold = others + [token for token in self._untold if token.request_id not in ours]
         errors = [r.error for r in requests if r.error is not None]
         if errors and len(errors) == len(requests):
             raise errors[0]
@@ -320,10 +337,12 @@ class Engine:
         params.check(self._vocab_size)
         SamplingParams(stop_token_ids=params.stop_token_ids).check(self._vocab_size)
         token_ids = [check_token_ids(prompt, self._vocab_size) for prompt in prompts]
-        with self._lock:
+        with self._lock, self._interrupts.deferred():
             if self.has_unfinished():
                 raise RuntimeError("`beam_search` must have the engine to itself; requests are unfinished.")
-            search = BeamSearch(self.runner, self.pages, self.scheduler.config, params, lambda: next(self._ids))
+            search = BeamSearch(
+                self.runner, self.pages, self.scheduler.config, params, lambda: next(self._ids), self._interrupts
+            )
             try:
                 found = search.run(token_ids)
             finally:
@@ -343,13 +362,15 @@ class Engine:
         Args:
             params: Ways to sample, besides the likeliest token, that requests will use.
             greedy: Compile also what steps need in which all take the likeliest token. False spares half of the
-                programs, where `params` has a way to sample: such steps run as those that draw.
+                programs, where `params` has a way to sample without log-probabilities: such steps run as those that
+                draw.
             progress: Called with (done, total); None shows a bar on stderr, if that is a terminal.
 
         Returns:
             How many programs there are.
         """
-        programs = self.runner.all_programs(params, greedy=greedy or not params)
+        greedy = greedy or all(p.num_logprobs is not None for p in params)
+        programs = self.runner.all_programs(params, greedy=greedy)
         with self._lock, progress_bar("Compiling", "programs") as bar:
             advance = progress or bar
             self.runner.cache = self.runner.mover.warm_up(self.runner.cache)
@@ -375,22 +396,36 @@ class Engine:
             num_tokens=self._num_tokens,
         )
 
+    def _advance(self) -> None:
+        """One step; its tokens go where they are awaited. Needs the lock."""
+        with self._interrupts.deferred():
+            begin, num_steps = time.perf_counter(), self.pipeline.num_steps
+            self._take_aborts()
+            new = self.pipeline.advance(self._clock())
+            self._take_aborts()
+            new += self.scheduler.take_ended()
+            self._deliver(new, others=self._untold)
+            if new or self.pipeline.num_steps > num_steps:
+                self._times.add(time.perf_counter() - begin, self.pipeline.waited_s, len(new))
+
     def _take_aborts(self) -> None:
         while self._aborts:
             request = self._requests.get(self._aborts.popleft())
             if request is not None:
                 self.scheduler.end([request], FinishReason.ABORT)
 
-    def _deliver(self, new: list[NewToken]) -> None:
-        """Counts new tokens, puts those of streams into their mailboxes, and forgets requests that ended."""
+    def _deliver(self, new: list[NewToken], *, others: list[NewToken]) -> None:
+        """Counts new tokens, puts them into the mailboxes of streams or to `others`, and forgets ended requests."""
         for token in new:
             self._num_tokens += token.token_id is not None
             if token.finish_reason is not None:
                 del self._requests[token.request_id]
                 self._num_finished += 1
                 self._num_failed += token.error is not None
-            if (mailbox := self._mailboxes.get(token.request_id)) is not None:
-                mailbox.append(token)
+            if token.request_id not in self._closed_streams:
+                self._mailboxes.get(token.request_id, others).append(token)
+            elif token.finish_reason is not None:
+                self._closed_streams.discard(token.request_id)
 
     def _add_one(
         self,
@@ -404,7 +439,8 @@ class Engine:
         params.check(self._vocab_size)
         if params.n != 1:
             raise ValueError(f"`n` must be 1 here; got {params.n}. `add_samples` and `generate` take more.")
-        return self._add(prompt_token_ids, params, priority, deadline, mailbox)
+        with self._interrupts.deferred():
+            return self._add(prompt_token_ids, params, priority, deadline, mailbox)
 
     def _add_samples(
         self,
@@ -415,14 +451,15 @@ class Engine:
     ) -> list[Request]:
         params.check(self._vocab_size)
         samples: list[Request] = []
-        try:
-            for i in range(params.n):
-                sample = params.of_sample(i) if params.n > 1 else params
-                self._add(prompt_token_ids, sample, priority, deadline, samples=samples)
-        except (TypeError, ValueError, RuntimeError):
-            for request in samples:
-                self.abort(request.request_id)
-            raise
+        with self._interrupts.deferred():
+            try:
+                for i in range(params.n):
+                    sample = params.of_sample(i) if params.n > 1 else params
+                    self._add(prompt_token_ids, sample, priority, deadline, samples=samples)
+            except (TypeError, ValueError, RuntimeError):
+                for request in samples:
+                    self.abort(request.request_id)
+                raise
         return samples
 
     def _add(
@@ -434,7 +471,11 @@ class Engine:
         mailbox: deque[NewToken] | None = None,
         samples: list[Request] | None = None,
     ) -> Request:
-        params.check(self._vocab_size)
+        check_integer("priority", priority)
+        if deadline is not None:
+            check_number("deadline", deadline)
+            if math.isnan(deadline):
+                raise ValueError("`deadline` must be a time by the engine's clock; got nan. None is no deadline.")
         token_ids = samples[0].prompt_token_ids if samples else check_token_ids(prompt_token_ids, self._vocab_size)
         request = Request(
             request_id=next(self._ids),

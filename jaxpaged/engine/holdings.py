@@ -63,8 +63,9 @@ class Holdings:
         else:
             # A count of tokens hits nothing.
             tokens = request.num_tokens if request.needs_prompt_logits else request.known_tokens()
-            request.num_prefix_tokens = self.pages.add(request.request_id, tokens)
-            request.num_computed_tokens = request.num_prefix_tokens
+            num_hits = self.pages.add(request.request_id, tokens)
+            self._note_prefix(request, num_hits)
+            request.num_computed_tokens = num_hits
             request.num_slots = request.num_tokens
             step.prompt(request)
 
@@ -74,9 +75,16 @@ class Holdings:
         self.pages.truncate(child.request_id, num_shared)
         # At once: the parent has room in the last page, and writes there without asking who else sees it.
         step.copies += self.pages.append(child.request_id, child.num_tokens - num_shared)
-        child.num_computed_tokens = child.num_prefix_tokens = num_shared
+        self._note_prefix(child, num_shared)
+        child.num_computed_tokens = num_shared
         child.num_slots = child.num_tokens
         self.num_forks += 1
+
+    @staticmethod
+    def _note_prefix(request: Request, num_tokens: int) -> None:
+        """Tokens that others had computed. When it starts over, those that it finds may be its own."""
+        if request.num_prefix_tokens is None:
+            request.num_prefix_tokens = num_tokens
 
     def grow(self, requests: Sequence[Request]) -> list[PageCopy]:
         """Makes room for the next token of requests that decode, up to the end of a page.

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 
+from jaxpaged.engine.interrupts import Interrupts
 from jaxpaged.engine.plan import StepPlan
 from jaxpaged.engine.request import NewToken
 from jaxpaged.engine.runner import InFlight, Runner
@@ -12,14 +13,18 @@ from jaxpaged.engine.scheduler import Scheduler
 class Pipeline:
     """`Scheduler.schedule -> Runner.dispatch`, then `Runner.read -> Scheduler.update` of the step before.
 
+    Args:
+        interrupts: Held back by whoever calls `advance`; let through in the runner, which may take long.
+
     Attributes:
         num_steps: Started so far.
         waited_s: For the device, in the last `advance`.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner):
+    def __init__(self, scheduler: Scheduler, runner: Runner, interrupts: Interrupts):
         self.scheduler = scheduler
         self.runner = runner
+        self._interrupts = interrupts
         self.num_steps = 0
         self.waited_s = 0.0
         self._in_flight: deque[tuple[StepPlan, InFlight]] = deque()
@@ -40,7 +45,8 @@ class Pipeline:
 
     def _dispatch(self, plan: StepPlan) -> None:
         try:
-            in_flight, lost = self.runner.dispatch(plan)
+            with self._interrupts.allowed():
+                in_flight, lost = self.runner.dispatch(plan)
         except BaseException as error:
             self._recover(plan, error)
             if isinstance(error, Exception):  # whatever a model may raise
@@ -58,7 +64,8 @@ class Pipeline:
         plan, in_flight = self._in_flight[0]
         begin = time.perf_counter()
         try:
-            result = self.runner.read(in_flight)
+            with self._interrupts.allowed():
+                result = self.runner.read(in_flight)
         except BaseException as error:
             if isinstance(error, Exception):
                 self._recover(plan, error, is_lost=True)

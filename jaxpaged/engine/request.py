@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpaged.checks import check_integer, check_number
 from jaxpaged.engine.logprobs import TokenLogprobs
 from jaxpaged.engine.text import TextStream
 
@@ -93,12 +94,12 @@ class SamplingParams:
             vocab_size: Token ids must be below, where it is given.
         """
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "n"):
-            _check_integer(name, getattr(self, name))
+            check_integer(name, getattr(self, name))
         for name in ("num_logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name))
+                check_integer(name, getattr(self, name))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            _check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         rules = {
             "max_new_tokens": (self.max_new_tokens >= 1, "be at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "be from 0 to `max_new_tokens`"),
@@ -126,13 +127,13 @@ class SamplingParams:
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise TypeError(f"`logit_bias` must be pairs (token id, number) or a mapping; got {pair!r} in it.")
-            _check_number("logit_bias", pair[1])
-            if pair[1] != pair[1] or pair[1] == math.inf:
+            check_number("logit_bias", pair[1])
+            if not (abs(pair[1]) <= 3e38 or pair[1] == -math.inf):  # float32 ends at 3.4e38
                 raise ValueError(f"`logit_bias` must add finite numbers or -inf; got {pair[1]} for token {pair[0]}.")
         ids = {"logit_bias": [pair[0] for pair in pairs], "stop_token_ids": self.stop_token_ids}
         for name, token_ids in ids.items():
             for token_id in token_ids:
-                _check_integer(name, token_id)
+                check_integer(name, token_id)
                 if not 0 <= token_id < limit:
                     raise ValueError(f"`{name}` must name tokens from 0 to {limit - 1}; got {token_id}.")
         if len(set(ids["logit_bias"])) < len(self.logit_bias):
@@ -153,16 +154,6 @@ def _frozen(values: Any) -> Any:
     if isinstance(values, str) or not isinstance(values, Iterable):
         return (values,)
     return tuple(tuple(value) if isinstance(value, list) else value for value in values)
-
-
-def _check_integer(name: str, value: object) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer; got {value!r}.")
-
-
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a number; got {value!r}.")
 
 
 class FinishReason(enum.Enum):
@@ -224,7 +215,7 @@ class Request:
             first, which nothing precedes.
         num_tokens: Prompt and output, with tokens that a step which is still running will have drawn.
         num_computed_tokens: Tokens whose K and V the steps dispatched so far write. Back to 0 when it starts over.
-        num_prefix_tokens: Of those, found by prefix hit.
+        num_prefix_tokens: Found by prefix hit, or shared with another sample, when it first began; None before that.
         num_slots: Its length in the page manager: tokens that there is room for, and that it may write.
         is_prompting: Its pages are allocated up to the last token known, which is not computed yet.
         is_swapped: Its pages are in the swap space.
@@ -248,7 +239,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = dataclasses.field(default_factory=lambda: [None])
     num_tokens: int = 0
     num_computed_tokens: int = 0
-    num_prefix_tokens: int = 0
+    num_prefix_tokens: int | None = None
     num_slots: int = 0
     is_prompting: bool = True
     is_swapped: bool = False

@@ -40,6 +40,7 @@ token costs, so 3 % of the step, and half of the compilations are spared."""
 class Model(Protocol):
     """What the engine runs: a pytree (a Flax NNX module is one) with a forward pass over a paged cache.
 
+    A function `(params, cache, batch) -> (logits, cache)` is one as `jax.tree_util.Partial(function, params)`.
     In each layer it writes the new K and V before it attends, as `jaxpaged.nn` does.
     """
 
@@ -371,7 +372,7 @@ def _on_host(x: RowLogprobs) -> StepLogprobs:
 
 def bucket(n: int) -> int:
     """The smallest power of two that is at least `n`; 0 of 0."""
-    return 1 << (n - 1).bit_length() if n else 0
+    return 1 << (int(n) - 1).bit_length() if n else 0  # numpy's integers have no bit_length
 
 
 def _powers(first: int, last: int) -> list[int]:
@@ -387,9 +388,15 @@ def _enter(packed: jax.Array, previous: jax.Array, layout: Layout) -> tuple[Batc
 
 
 def _leave(
-    logits: jax.Array, sampling: SamplingBatch | None, num_out: int
+    logits: jax.Array, batch: Batch, sampling: SamplingBatch | None, num_out: int
 ) -> tuple[jax.Array, jax.Array, RowLogprobs | None]:
     """The token drawn for each row, cut or padded to `num_out`; of all rows, whether logits were finite; and more."""
+    num_seqs = len(batch.seq_lens)
+    if logits.ndim != 2 or logits.shape[0] != num_seqs:
+        raise ValueError(
+            f"The model's logits must have shape (num_seqs, vocab_size), with {num_seqs} sequences here; got "
+            f"{logits.shape}. A row is wanted after the last new token of each."
+        )
     with jax.named_scope("sample"):
         drawn = sample(logits, sampling)
     token_ids = drawn.token_ids[:num_out]
@@ -411,13 +418,13 @@ def _compiled_step(leaves: list, cache: KVCache, packed: jax.Array, previous: ja
     batch, sampling = _enter(packed, previous, layout)
     with jax.named_scope("model"):
         logits, cache = jax.tree.unflatten(treedef, leaves)(cache, batch)
-    return *_leave(logits, sampling, len(previous)), cache
+    return *_leave(logits, batch, sampling, len(previous)), cache
 
 
 def _step_in_pieces(model: Model, cache: KVCache, packed: jax.Array, previous: jax.Array, layout: Layout):
     batch, sampling = _compiled_enter(packed, previous, layout)
     logits, cache = model(cache, batch)
-    return *_compiled_leave(logits, sampling, len(previous)), cache
+    return *_compiled_leave(logits, batch, sampling, len(previous)), cache
 
 
 _compiled_enter = jax.jit(_enter, static_argnames="layout")

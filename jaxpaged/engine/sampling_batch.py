@@ -235,4 +235,4 @@ def _table(
 
 def _bucket(n: int) -> int:
     """The smallest power of two that is at least `n`; 0 of 0."""
-    return 1 << (n - 1).bit_length() if n else 0
+    return 1 << (int(n) - 1).bit_length() if n else 0  # numpy's integers have no bit_length

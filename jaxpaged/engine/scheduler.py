@@ -161,9 +161,10 @@ class Scheduler:
             output.append(token_id)
             num_output = len(output)
             if request.text is not None:
-                text = request.text.push((token_id,))
-                request.output_text += text
-            if token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by):
+                text = self._push_text(request, token_id)
+            if request.finish_reason is not None:  # the tokenizer failed
+                pass
+            elif token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by):
                 reason = FinishReason.STOP
             elif num_output >= request.max_new_tokens:
                 reason = FinishReason.LENGTH
@@ -216,12 +217,12 @@ class Scheduler:
             request = self._arrivals.popleft()
             bisect.insort(self.waiting, request, key=_ORDER)
             self._num_with_history += request.needs_history
-            if request.deadline is not None:
+            if request.deadline is not None and request.deadline < math.inf:
                 heapq.heappush(self._deadlines, (request.deadline, request.request_id, request))
         while self._deadlines and self._deadlines[0][0] < now:
-            _, request_id, request = heapq.heappop(self._deadlines)
+            deadline, request_id, request = heapq.heappop(self._deadlines)
             late = TimeoutError(
-                f"Request {request_id} passed its deadline by {now - (request.deadline or now):.3g} s, with "
+                f"Request {request_id} passed its deadline by {now - deadline:.3g} s, with "
                 f"{len(request.output_token_ids)} of up to {request.max_new_tokens} new tokens."
             )
             self.end([request], FinishReason.DEADLINE, late)
@@ -333,6 +334,19 @@ class Scheduler:
                     request.logprobs.append(logprobs.of(i, token_id, num_top))
                 yield request, token_id
 
+    def _push_text(self, request: Request, token_id: int) -> str:
+        """The text that a token adds. Where the tokenizer fails, the request ends with its error."""
+        assert request.text is not None
+        try:
+            text = request.text.push((token_id,))
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                raise
+            request.text, text = None, ""
+            self._end(request, FinishReason.ERROR, error)
+        request.output_text += text
+        return text
+
     def _take_prompt_logprobs(self, plan: StepPlan, non_finite: Collection[int], logprobs: StepLogprobs) -> None:
         """Those of prompt tokens, each once: a request that started over computes some again."""
         for entry, rows, positions in locate_prompt_rows(plan.prompt_rows, plan.num_new_tokens, plan.num_drafts):
@@ -342,7 +356,9 @@ class Scheduler:
                 if request.finish_reason is not None or position + 1 != len(known) or position + 1 == len(prompt):
                     continue
                 if row in non_finite:
-                    self._end_non_finite(request, position + 1)
+                    for sample in request.samples or (request,):  # that have the same prompt
+                        if sample.finish_reason is None:
+                            self._end_non_finite(sample, position + 1)
                 else:
                     known.append(logprobs.of(row, prompt[position + 1], request.params.prompt_logprobs or 0))
 
@@ -351,8 +367,10 @@ class Scheduler:
         error = FloatingPointError(
             f"Request {request.request_id}: the model's logits after token {num_tokens} are not finite."
         )
-        if request.request_id in self.pages and not request.is_swapped:  # nobody may find what it wrote
-            self.pages.invalidate(request.request_id, request.num_prefix_tokens)
+        if self.pages.prefix_caching:  # nobody may find what it wrote, be it preempted by now
+            begin = (request.num_prefix_tokens or 0) // self.pages.page_size
+            wrote = self.pages.explain(request.known_tokens())[begin:]
+            self.pages.forget_pages(np.array([page.page_id for page in wrote if page.page_id], np.int32))
         self._end(request, FinishReason.ERROR, error)
 
     def _end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> str:

@@ -1,5 +1,6 @@
 """The tokens of one request as they come, for a reader that waits and for one that awaits."""
 
+import sys
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ class TokenStream:
 
     def __next__(self) -> NewToken:
         while not self._mailbox and not self._ended:
-            self._engine.step()
+            self._engine.advance()
         if self._ended:
             raise StopIteration
         return self._take()
@@ -36,7 +37,7 @@ class TokenStream:
 
     async def __anext__(self) -> NewToken:
         while not self._mailbox and not self._ended:
-            await self._engine.step_async()
+            await self._engine.advance_async()
         if self._ended:
             raise StopAsyncIteration
         return self._take()
@@ -60,7 +61,8 @@ class TokenStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():
+            self.close()
 
     def _take(self) -> NewToken:
         token = self._mailbox.popleft()

@@ -251,9 +251,13 @@ def test_bench_of_requests_that_fail_exits_with_1(model_path, capfd, monkeypatch
     ("arguments", "message"),
     [
         (("--num-requests", "0"), "`--num-requests` must be at least 1; got 0."),
-        (("--rate", "0"), "`--rate` must be above 0 requests a second; got 0.0. Without it all come at once."),
-        (("--rate", "nan"), "`--rate` must be above 0 requests a second; got nan."),
-        (("--rate", "inf"), "`--rate` must be above 0 requests a second; got inf."),
+        (
+            ("--rate", "0"),
+            "`--rate` must be finite, and at least 1e-06 requests a second; got 0.0. Without it all come at once.",
+        ),
+        (("--rate", "1e-12"), "`--rate` must be finite, and at least 1e-06 requests a second; got 1e-12."),
+        (("--rate", "nan"), "`--rate` must be finite, and at least 1e-06 requests a second; got nan."),
+        (("--rate", "inf"), "`--rate` must be finite, and at least 1e-06 requests a second; got inf."),
         (("--prompt-len", "some"), "`--prompt-len` must be N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA; got 'some'."),
         (
             ("--prompt-len", "uniform:9,3"),

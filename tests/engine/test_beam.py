@@ -203,7 +203,7 @@ def test_beam_search_while_requests_are_unfinished_is_refused(model):
         ({"num_beams": 25}, ValueError, "`num_beams` must be at most 24, with a vocabulary of 48 and 0 stop tokens"),
         ({"num_return_sequences": 3}, ValueError, "`num_return_sequences` must be at most `num_beams` = 2; got 3"),
         ({"max_new_tokens": 1.5}, TypeError, "`max_new_tokens` must be an integer >= 1; got 1.5"),
-        ({"length_penalty": float("nan")}, ValueError, "`length_penalty` must be finite; got nan"),
+        ({"length_penalty": float("nan")}, ValueError, "`length_penalty` must be from -32 to 32; got nan"),
         ({"length_penalty": "1"}, TypeError, "`length_penalty` must be a number; got '1'"),
         ({"early_stopping": "always"}, ValueError, "`early_stopping` must be True, False or 'never'; got 'always'"),
         ({"stop_token_ids": (48,)}, ValueError, "`stop_token_ids` must name tokens from 0 to 47; got 48"),
