@@ -99,7 +99,8 @@ class Mix:
         check_at_least(args, 1, "num_requests", "shared_len", "num_prefixes", "num_priorities")
         if args.rate is not None and not 1e-6 <= args.rate < math.inf:
             raise UsageError(
-                f"`--rate` must be finite, and at least 1e-06 requests a second; got {args.rate}. Without it all come at once."
+                f"`--rate` must be finite, and at least 1e-06 requests a second; got {args.rate}. "
+                "Without it all come at once."
             )
         if not 0 <= args.shared <= 1:
             raise UsageError(f"`--shared` must be a share from 0 to 1; got {args.shared}.")

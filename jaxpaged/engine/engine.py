@@ -213,8 +213,8 @@ class Engine:
         await asyncio.shield(self._stepping)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do."""
-        return bool(self._requests)
+        """Whether `step` has anything left to do, or to tell."""
+        return bool(self._requests or self._untold)
 
     def abort(self, request_id: int) -> None:
         """Ends a request at once, wherever it is, and frees its pages; one that has ended, or never was, is let be.
@@ -261,7 +261,7 @@ class Engine:
             RuntimeError: Requests of `add_request` are unfinished: their tokens would have nowhere to go.
             Exception: What the model raised, where none of the prompts came to its end.
         """
-        if self.has_unfinished():
+        if self._requests:
             raise RuntimeError(
                 "`generate` must have the engine to itself; requests are unfinished. Step them to the end."
             )
@@ -338,7 +338,7 @@ class Engine:
         SamplingParams(stop_token_ids=params.stop_token_ids).check(self._vocab_size)
         token_ids = [check_token_ids(prompt, self._vocab_size) for prompt in prompts]
         with self._lock, self._interrupts.deferred():
-            if self.has_unfinished():
+            if self._requests:
                 raise RuntimeError("`beam_search` must have the engine to itself; requests are unfinished.")
             search = BeamSearch(
                 self.runner, self.pages, self.scheduler.config, params, lambda: next(self._ids), self._interrupts
@@ -381,9 +381,10 @@ class Engine:
         return len(programs)
 
     def reset(self) -> None:
-        """Aborts all requests and forgets all cached prefixes. Counts stay."""
+        """Aborts all requests, forgets their tokens and all cached prefixes. Counts stay."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._untold = []
         self.pages.reset()
 
     def stats(self) -> EngineStats:

@@ -1,7 +1,9 @@
 """`jaxpaged bench`: the mix, the clock, and what is reported. The model is tiny and random."""
 
 import json
+import os
 import re
+import sys
 import types
 
 import numpy as np
@@ -232,6 +234,17 @@ def test_bench_plot_saves_a_picture(bench_json, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     bench_json("--plot", str(tmp_path / "bench.png"), "--output-len", "1")  # no gaps to draw
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_into_a_pipe_that_nobody_reads_writes_its_files(model_path, tmp_path, capfd, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    file = tmp_path / "bench.json"
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        code, _, err = run(capfd, "bench", "--model", str(model_path), *SHAPES, *MIX, "--json", str(file))
+    assert (code, err) == (141, "")
+    assert len(json.loads(file.read_text())["requests"]) == 6
 
 
 def test_bench_of_requests_that_fail_exits_with_1(model_path, capfd, monkeypatch):

@@ -125,16 +125,16 @@ def interrupts(monkeypatch):
     """Makes step number n of an engine come with so many Ctrl-C."""
 
     def interrupts(at: dict[int, int]):
-        step, count = Engine.step, 0
+        advance, count = Engine.advance, 0
 
         def interrupted(self):
             nonlocal count
             count += 1
             for _ in range(at.get(count, 0)):
                 os.kill(os.getpid(), signal.SIGINT)
-            return step(self)
+            return advance(self)
 
-        monkeypatch.setattr(Engine, "step", interrupted)
+        monkeypatch.setattr(Engine, "advance", interrupted)
 
     return interrupts
 

@@ -15,6 +15,7 @@ from jaxpaged.engine.plan import StepPlan
 from jaxpaged.models.llama import Llama
 from jaxpaged.paging import PageCopy
 from jaxpaged.paging.swap import SwapSpace
+from tests.cli.command import Terminal
 from tests.engine.tiny import CONFIG, LIMITS, PROMPTS, make_engine
 
 SAMPLED = SamplingParams(max_new_tokens=9, temperature=1.3, top_k=20, top_p=0.95)
@@ -344,6 +345,126 @@ def test_astream_cancelled_aborts_the_request(model, engine):
     assert engine.pages.num_free_pages == 79
 
 
+def test_stream_and_step_in_turn_each_get_their_own_tokens(model):
+    engine = make_engine(model)
+    request_id = engine.add_request(PROMPTS[1], SAMPLED)
+    stream = engine.stream(PROMPTS[3], SAMPLED)
+    streamed = [token.token_id for token in stream]
+    tokens = []
+    while engine.has_unfinished():
+        tokens += engine.step()
+    assert {token.request_id for token in tokens} == {request_id}
+    assert tuple(token.token_id for token in tokens) == solo(model, PROMPTS[1], SAMPLED)
+    assert tuple(streamed) == solo(model, PROMPTS[3], SAMPLED)
+
+
+def test_add_request_while_generate_runs_is_told_by_step(model):
+    engine, added = make_engine(model), []
+
+    def add_one(token):
+        if not added:
+            added.append(engine.add_request(PROMPTS[3], SAMPLED))
+
+    [output] = engine.generate([PROMPTS[1]], SAMPLED, on_token=add_one)
+    assert output.token_ids == solo(model, PROMPTS[1], SAMPLED)
+    tokens = []
+    while engine.has_unfinished():
+        tokens += engine.step()
+    assert tuple(t.token_id for t in tokens if t.request_id == added[0]) == solo(model, PROMPTS[3], SAMPLED)
+
+
+def test_astream_after_a_loop_that_was_closed_in_a_step(model, engine):
+    async def begin():
+        stream = engine.stream(PROMPTS[1], SAMPLED)
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        task.cancel()
+        return stream
+
+    async def read(stream):
+        return tuple([token.token_id async for token in stream])
+
+    stream = asyncio.run(begin())
+    assert asyncio.run(read(stream)) == solo(model, PROMPTS[1], SAMPLED)
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "message"),
+    [
+        ({"priority": "high"}, TypeError, "`priority` must be an integer; got 'high'"),
+        ({"priority": None}, TypeError, "`priority` must be an integer; got None"),
+        ({"deadline": "5"}, TypeError, "`deadline` must be a number; got '5'"),
+        ({"deadline": float("nan")}, ValueError, "`deadline` must be a time by the engine's clock; got nan"),
+    ],
+)
+def test_add_request_with_a_bad_priority_or_deadline_is_refused(model, argument, error, message):
+    engine = make_engine(model)
+    for add in (engine.add_request, engine.stream, engine.add_samples):
+        with pytest.raises(error, match=message):
+            add(PROMPTS[0], SAMPLED, **argument)
+    assert not engine.has_unfinished()
+    forever = engine.add_request(PROMPTS[0], SAMPLED, priority=np.int64(-1), deadline=float("inf"))
+    assert [t.request_id for t in iter_steps(engine)] == [forever] * SAMPLED.max_new_tokens
+
+
+def iter_steps(engine):
+    while engine.has_unfinished():
+        yield from engine.step()
+
+
+def test_numpy_numbers_are_taken_as_integers(model):
+    limits = SchedulerConfig(max_num_seqs=np.int64(4), max_step_tokens=np.int32(16), max_model_len=np.int64(96))
+    params = SamplingParams(max_new_tokens=np.int64(9), num_logprobs=np.int64(2), prompt_logprobs=np.int32(1))
+    plain = SamplingParams(max_new_tokens=9, num_logprobs=2, prompt_logprobs=1)
+    [ours], [expected] = (
+        make_engine(model, limits=given).generate([PROMPTS[1]], p) for given, p in ((limits, params), (LIMITS, plain))
+    )
+    assert ours == dataclasses.replace(expected, request_id=ours.request_id)
+    arguments = {"num_beams": 2, "max_new_tokens": 4}
+    [found] = make_engine(model).beam_search([PROMPTS[1]], **{k: np.int64(v) for k, v in arguments.items()})
+    assert found == make_engine(model).beam_search([PROMPTS[1]], **arguments)[0]
+
+
+@pytest.mark.parametrize("swap_pages", [0, 40])
+def test_logits_not_finite_of_a_request_preempted_meanwhile_leave_nothing_to_hit(model, swap_pages):
+    """Its pages were computed and committed before anybody knew."""
+    params = good_params(model)
+    limits = dataclasses.replace(LIMITS, max_num_seqs=1)
+    swap = SwapSpace(swap_pages) if swap_pages else None
+    engine = make_engine(Broken(model, 63, "nan"), limits=limits, swap=swap)
+    prompt = [*range(12), 63]
+    bad = engine.add_request(prompt, params, priority=1)
+    assert engine.step() == []
+    good = engine.add_request(GOOD, params)
+    tokens = list(iter_steps(engine))
+    assert {t.request_id: t.finish_reason for t in tokens if t.finish_reason} == {
+        bad: FinishReason.ERROR,
+        good: FinishReason.LENGTH,
+    }
+    assert engine.stats().num_preemptions == 1
+    assert engine.pages.match(prompt) == 0
+    assert engine.pages.num_free_pages == 79
+
+
+def test_model_whose_logits_have_a_row_a_token_is_refused(model):
+    def every_token(model, cache, batch):
+        logits, cache = model(cache, batch)
+        return jnp.zeros((len(batch.token_ids), logits.shape[1])), cache
+
+    engine = make_engine(jax.tree_util.Partial(every_token, model))
+    with pytest.raises(ValueError, match=r"logits must have shape \(num_seqs, vocab_size\), with 2 sequences here"):
+        engine.generate([PROMPTS[1]], SAMPLED)
+
+
+def test_generate_with_a_function_of_params_cache_and_batch(model):
+    def apply(params, cache, batch):
+        return nnx.merge(graph, params)(cache, batch)
+
+    graph, params = nnx.split(Llama(CONFIG, rngs=nnx.Rngs(0)))
+    [output] = make_engine(jax.tree_util.Partial(apply, params)).generate([PROMPTS[1]], SAMPLED)
+    assert output.token_ids == solo(model, PROMPTS[1], SAMPLED)
+
+
 @pytest.mark.parametrize("after", range(6))
 def test_abort_at_any_step_frees_pages_and_leaves_the_others(model, engine, after):
     ids = [engine.add_request(prompt, SAMPLED) for prompt in PROMPTS]
@@ -534,6 +655,24 @@ def test_generate_with_swap_takes_preempted_pages_back(model):
     assert engine.pages.num_free_pages == 15
 
 
+def test_generate_with_swapped_pages_that_come_back_damaged_computes_them_again(model, monkeypatch):
+    params = SamplingParams(max_new_tokens=20)
+    prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[1][::-1]]
+    expected = [solo(model, p, params) for p in prompts]
+    swap, cut = SwapSpace(40), []
+    take = SwapSpace.take_sequence
+
+    def take_less(self, seq_id):
+        cut.append(seq_id)
+        return {name: x[:, :-1] for name, x in take(self, seq_id).items()}
+
+    monkeypatch.setattr(SwapSpace, "take_sequence", take_less)
+    engine = make_engine(model, 16, swap=swap)
+    assert [o.token_ids for o in engine.generate(prompts, params)] == expected
+    assert cut
+    assert engine.pages.num_free_pages == 15
+
+
 def test_generate_of_a_shared_prefix_computes_it_once(model):
     prefix = PROMPTS[2][:24]
     prompts = [[*prefix, i, i + 1] for i in range(4)]
@@ -557,6 +696,18 @@ def test_run_with_copies_that_follow_one_another_makes_them_in_order(model):
     after = cache.export_pages(jnp.arange(10))
     for page, source in {7: 2, 8: 1, 1: 1, 2: 2}.items():
         np.testing.assert_array_equal(after.k[:, page], before.k[:, source])
+
+
+def test_warmup_shows_a_bar_on_a_terminal_and_tells_progress(model, monkeypatch):
+    limits = SchedulerConfig(max_num_seqs=1, max_step_tokens=8, max_model_len=32)
+    engine, told = make_engine(model, limits=limits), []
+    assert engine.warmup(progress=lambda done, total: told.append((done, total))) == 2
+    assert told == [(0, 2), (1, 2), (2, 2)]
+    terminal = Terminal("stderr", monkeypatch)
+    engine.warmup()
+    monkeypatch.undo()
+    assert "Compiling programs" in terminal.read()
+    terminal.close()
 
 
 def test_stats_as_prometheus_text_names_counters_and_gauges(model, engine):
@@ -584,6 +735,32 @@ class Letters:
 
     def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
         return "".join(chr(48 + t) for t in token_ids)
+
+
+class Failing(Letters):
+    """Fails at one token."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
+        if self.token in token_ids:
+            raise RuntimeError(f"no text for {self.token}")
+        return super().decode(token_ids)
+
+
+def test_generate_with_a_tokenizer_that_fails_ends_that_request_with_the_cause(model):
+    expected = [solo(model, prompt, SAMPLED) for prompt in PROMPTS]
+    token = next(t for t in expected[1] if sum(t in tokens for tokens in expected) == 1)
+    engine = make_engine(model, tokenizer=Failing(token))
+    outputs = engine.generate(PROMPTS, SAMPLED)
+    assert [o.finish_reason for o in outputs].count(FinishReason.ERROR) == 1
+    assert str(outputs[1].error) == f"no text for {token}"
+    assert outputs[1].token_ids == expected[1][: expected[1].index(token) + 1]
+    for i in (0, 2, 3):
+        assert outputs[i].token_ids == expected[i]
+        assert outputs[i].text == Letters().decode(expected[i])
+    assert engine.pages.num_free_pages == 79
 
 
 def test_stream_with_a_stop_string_ends_before_it_whatever_tokens_cut_it(model):
