@@ -2,6 +2,7 @@ import asyncio
 import dataclasses
 import itertools
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -373,19 +374,25 @@ def test_add_request_while_generate_runs_is_told_by_step(model):
     assert tuple(t.token_id for t in tokens if t.request_id == added[0]) == solo(model, PROMPTS[3], SAMPLED)
 
 
-def test_astream_after_a_loop_that_was_closed_in_a_step(model, engine):
-    async def begin():
-        stream = engine.stream(PROMPTS[1], SAMPLED)
-        task = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        task.cancel()
-        return stream
+def test_astream_after_a_loop_that_was_closed_in_a_step(model, engine, monkeypatch):
+    gate, advance = threading.Event(), engine.advance
+    monkeypatch.setattr(engine, "advance", lambda: (gate.wait(), advance()))
+    stream = engine.stream(PROMPTS[1], SAMPLED)
 
-    async def read(stream):
+    async def begin():
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.01)
+        return task
+
+    async def read():
         return tuple([token.token_id async for token in stream])
 
-    stream = asyncio.run(begin())
-    assert asyncio.run(read(stream)) == solo(model, PROMPTS[1], SAMPLED)
+    loop = asyncio.new_event_loop()
+    task = loop.run_until_complete(begin())
+    loop.close()
+    gate.set()
+    assert asyncio.run(read()) == solo(model, PROMPTS[1], SAMPLED)
+    assert not task.done()
 
 
 @pytest.mark.parametrize(

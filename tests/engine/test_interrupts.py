@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jaxpaged.engine import SamplingParams
+from jaxpaged.engine import FinishReason, SamplingParams
 from jaxpaged.engine.interrupts import Interrupts
 from jaxpaged.paging.swap import SwapSpace
 from tests.engine.tiny import PROMPTS, make_engine
@@ -90,6 +90,25 @@ def test_step_interrupted_anywhere_loses_no_token(model, solo):
         assert swap.stats().num_sequences == 0
 
     assert every_place(run) > 5
+
+
+def test_step_interrupted_when_all_has_ended_has_tokens_to_tell(model, monkeypatch):
+    engine = make_engine(model)
+    deliver = engine._deliver
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        deliver(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "_deliver", interrupted)
+    request_id = engine.add_request(PROMPTS[0], SamplingParams(max_new_tokens=1))
+    while not engine.stats().num_finished:
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    monkeypatch.undo()
+    assert engine.has_unfinished()
+    assert [(t.request_id, t.finish_reason) for t in engine.step()] == [(request_id, FinishReason.LENGTH)]
+    assert not engine.has_unfinished()
 
 
 def test_generate_interrupted_anywhere_leaves_nothing_behind(model, solo):

@@ -185,7 +185,7 @@ def test_prompt_logprobs_that_are_not_finite_fail_all_samples_of_the_prompt(mode
     """Others, forked from one whose chunk nobody had read yet, would end without them."""
     params = dataclasses.replace(BOTH, n=3, temperature=1.0, logit_bias={63: float("-inf")})
     engine = make_engine(NotFinite(model, 63), limits=dataclasses.replace(LIMITS, max_step_tokens=4))
-    *bad, good = engine.generate([[1, 2, 63, 4, 5, 6], [1, 2, 3]], [params, dataclasses.replace(params, n=1)])
+    *bad, good = engine.generate([[1, 2, 4, 5, 63, 6], [1, 2, 3]], [params, dataclasses.replace(params, n=1)])
     assert [output.finish_reason for output in bad] == [FinishReason.ERROR] * 3
     check_output(model, good, dataclasses.replace(params, n=1))
     assert engine.pages.num_free_pages == 79
@@ -195,5 +195,5 @@ def test_warmup_of_logprobs_alone_compiles_also_what_asks_for_none(model):
     engine = make_engine(model, limits=SchedulerConfig(max_num_seqs=2, max_step_tokens=8, max_model_len=96))
     engine.warmup([SamplingParams(num_logprobs=1)], greedy=False)
     programs = set(engine.runner.programs)
-    engine.generate(PROMPTS[:2], [SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=3, num_logprobs=1)])
+    engine.generate(PROMPTS[:2], [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=3, num_logprobs=1)])
     assert set(engine.runner.programs) == programs

@@ -287,6 +287,24 @@ def test_update_with_drafts_keeps_those_that_stand():
     assert scheduler.pages.num_free_pages == 39
 
 
+def test_update_of_logits_that_are_not_finite_forgets_what_the_request_found_of_its_own():
+    scheduler = make_scheduler(prefix_caching=True, max_num_seqs=1, max_step_tokens=8)
+    bad = make_request(0, 9, priority=1)
+    scheduler.add(bad)
+    first = scheduler.schedule()
+    scheduler.dispatched(first)
+    scheduler.update(first, [0])
+    scheduler.add(make_request(1, [5, 5], new=1))
+    for token_id in (3, 4):  # the other one runs; then the first goes on behind its own pages
+        plan = scheduler.schedule()
+        scheduler.dispatched(plan)
+        scheduler.update(plan, [token_id], non_finite={0} if plan.requests == (bad,) else frozenset())
+    assert scheduler.num_preemptions == 1
+    assert plan.num_new_tokens == (1,)
+    assert bad.finish_reason is FinishReason.ERROR
+    assert scheduler.pages.match(bad.prompt_token_ids) == 0
+
+
 def test_update_of_logits_that_are_not_finite_ends_that_request_only():
     scheduler = make_scheduler(prefix_caching=True, max_step_tokens=32)
     good, bad = make_request(0, 9), make_request(1, [5] * 9)
