@@ -717,6 +717,20 @@ def test_warmup_shows_a_bar_on_a_terminal_and_tells_progress(model, monkeypatch)
     terminal.close()
 
 
+def test_step_starts_before_the_one_before_is_read_and_uploads_once(model, monkeypatch):
+    engine, log = make_engine(model), []
+    dispatch, read, put = engine.runner.dispatch, engine.runner.read, jax.device_put
+    monkeypatch.setattr(engine.runner, "dispatch", lambda plan: (log.append("dispatch"), dispatch(plan))[1])
+    monkeypatch.setattr(engine.runner, "read", lambda in_flight: (log.append("read"), read(in_flight))[1])
+    monkeypatch.setattr(jax, "device_put", lambda x: (log.append("upload"), put(x))[1])
+    engine.generate(PROMPTS[3:], SamplingParams(max_new_tokens=4))
+    begun = ["dispatch", "upload"]
+    assert log == [*begun, *begun, "read", *begun, "read", *begun, "read", "read"]
+    log.clear()  # what follows from a history that only the host has, waits for it
+    engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=3, presence_penalty=1.0))
+    assert log == [*begun, "read"] * 3
+
+
 def test_stats_as_prometheus_text_names_counters_and_gauges(model, engine):
     engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=3))
     engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=3, temperature=1.0))  # other programs of the same shape
