@@ -275,6 +275,21 @@ def test_preempted_request_finds_what_it_had_computed():
     assert scheduler.num_preemptions == 1
 
 
+def test_preempted_together_only_those_are_swapped_for_whom_there_is_room():
+    swap = SwapSpace(4)
+    scheduler = make_scheduler(num_pages=13, swap=swap, max_step_tokens=32)
+    low = [make_request(i, 9, new=6, priority=1) for i in range(2)]  # three pages each, and a fourth to come
+    for request in low:
+        scheduler.add(request)
+    high = make_request(2, 30, new=2)
+    plans = run(scheduler, before_step=lambda i: i == 2 and scheduler.add(high))
+    [plan] = [plan for plan in plans if plan.swap_outs]
+    assert [(out.request_id, len(out.page_ids)) for out in plan.swap_outs] == [(1, 3)]
+    assert scheduler.num_preemptions == 2
+    assert all(r.output_token_ids == expected_output(r) for r in (*low, high))
+    assert swap.stats().num_sequences == 0
+
+
 def test_update_with_drafts_keeps_those_that_stand():
     prompt = [1, 2, 3, 1, 2]
     scheduler = make_scheduler(speculation=NgramSpeculation(min_ngram=1))
