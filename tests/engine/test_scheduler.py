@@ -281,7 +281,7 @@ def test_preempted_together_only_those_are_swapped_for_whom_there_is_room():
     low = [make_request(i, 9, new=6, priority=1) for i in range(2)]  # three pages each, and a fourth to come
     for request in low:
         scheduler.add(request)
-    high = make_request(2, 30, new=2)
+    high = make_request(2, 36, new=2)
     plans = run(scheduler, before_step=lambda i: i == 2 and scheduler.add(high))
     [plan] = [plan for plan in plans if plan.swap_outs]
     assert [(out.request_id, len(out.page_ids)) for out in plan.swap_outs] == [(1, 3)]
