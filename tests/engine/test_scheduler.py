@@ -12,6 +12,7 @@ from jaxpaged.engine.speculation import NgramSpeculation
 from jaxpaged.paging.swap import SwapSpace
 
 PAGE_SIZE = 4
+FAILURES = ["early", "late", "lost", "interrupted", "interrupted late"]
 
 
 def make_scheduler(num_pages=40, prefix_caching=False, swap=None, speculation=None, **config) -> Scheduler:
@@ -94,7 +95,7 @@ def run(scheduler: Scheduler, *, ahead=0, min_steps=0, max_steps=3000, before_st
 
     Args:
         failures: By step: it fails before anything was moved ("early") or after pages were swapped out ("late"), takes
-            the pool with it ("lost"), or is interrupted.
+            the pool with it ("lost"), or is interrupted, before that ("interrupted") or after ("interrupted late").
     """
     machine, plans, in_flight = Machine(scheduler), [], collections.deque()
     for i in range(max_steps):
@@ -106,11 +107,11 @@ def run(scheduler: Scheduler, *, ahead=0, min_steps=0, max_steps=3000, before_st
             check(scheduler, plan)
             plans.append(plan)
             failure = dict(failures).get(i)
-            if failure == "late":
+            if failure in ("late", "interrupted late"):
                 machine.swap_out(plan)
             if failure in ("early", "late", "lost"):
                 scheduler.fail(plan, RuntimeError("a failed step"))
-            if failure in ("lost", "interrupted"):
+            if failure in ("lost", "interrupted", "interrupted late"):
                 machine.slots[:] = -1
                 in_flight.clear()
                 scheduler.restart_all()
@@ -290,6 +291,28 @@ def test_preempted_together_only_those_are_swapped_for_whom_there_is_room():
     assert swap.stats().num_sequences == 0
 
 
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_run_goes_on_after_the_step_that_was_to_swap_out_failed(failure, ahead):
+    def preempt(failures=()):
+        swap = SwapSpace(8)
+        scheduler = make_scheduler(num_pages=13, swap=swap, max_step_tokens=32)
+        low = [make_request(i, 9, new=6, priority=1) for i in range(2)]
+        for request in low:
+            scheduler.add(request)
+        high = make_request(2, 36, new=2)
+        plans = run(scheduler, ahead=ahead, before_step=lambda i: i == 2 and scheduler.add(high), failures=failures)
+        assert swap.stats().num_sequences == 0
+        assert scheduler.pages.num_free_pages == 12
+        return plans, low, high
+
+    plans, *_ = preempt()
+    at = next(i for i, plan in enumerate(plans) if plan.swap_outs)
+    _, low, high = preempt({at: failure})
+    assert [r.output_token_ids for r in low] == [expected_output(r) for r in low]
+    assert high.finish_reason is (FinishReason.LENGTH if "interrupted" in failure else FinishReason.ERROR)
+
+
 def test_update_with_drafts_keeps_those_that_stand():
     prompt = [1, 2, 3, 1, 2]
     scheduler = make_scheduler(speculation=NgramSpeculation(min_ngram=1))
@@ -353,7 +376,7 @@ SHAPES = st.tuples(
     ahead=st.integers(0, 1),
     arrivals=st.lists(st.integers(0, 30), min_size=10, max_size=10),
     aborts=st.dictionaries(st.integers(0, 9), st.integers(0, 40), max_size=3),
-    failures=st.dictionaries(st.integers(0, 40), st.sampled_from(["early", "late", "lost", "interrupted"]), max_size=3),
+    failures=st.dictionaries(st.integers(0, 40), st.sampled_from(FAILURES), max_size=3),
 )
 def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
     shapes,
