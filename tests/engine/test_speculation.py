@@ -64,6 +64,7 @@ def transitions(sentences) -> np.ndarray:
     return counts
 
 
+@pytest.mark.slow
 def test_guesses_leave_the_distribution_as_it_is(bigrams):
     """Each transition as often as it is likely, and a guess stands as often: five deviations of a binomial."""
     temperature = 0.8
@@ -85,6 +86,7 @@ def test_guesses_leave_the_distribution_as_it_is(bigrams):
     assert generate(bigrams, None, params)[0] == sentences
 
 
+@pytest.mark.slow
 def test_guesses_beside_every_way_to_sample_change_no_token(bigrams):
     """Penalties see the guesses before them, stop tokens end a run of guesses, and a bias can make one stand."""
     kind = SamplingParams(
