@@ -25,7 +25,7 @@ from jaxpaged.engine.page_mover import PageMover
 from jaxpaged.engine.plan import SchedulerConfig, StepPlan
 from jaxpaged.engine.request import Request, SamplingParams
 from jaxpaged.engine.sampling import RowLogprobs, sample
-from jaxpaged.engine.sampling_batch import SamplingBatch, SamplingFeatures, features_of, make_sampling_batch
+from jaxpaged.engine.sampling_batch import SamplingBatch, SamplingFeatures, bucket, features_of, make_sampling_batch
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.paging import PageAllocator
 from jaxpaged.paging.swap import SwapSpace
@@ -370,11 +370,6 @@ def _on_host(x: RowLogprobs) -> StepLogprobs:
     return StepLogprobs(np.asarray(x.logprobs), np.asarray(x.top_ids), np.asarray(x.top_logprobs))
 
 
-def bucket(n: int) -> int:
-    """The smallest power of two that is at least `n`; 0 of 0."""
-    return 1 << (int(n) - 1).bit_length() if n else 0  # numpy's integers have no bit_length
-
-
 def _powers(first: int, last: int) -> list[int]:
     """The powers of two from `first` to `last`."""
     return [1 << i for i in range((first - 1).bit_length(), last.bit_length())]
@@ -388,19 +383,24 @@ def _enter(packed: jax.Array, previous: jax.Array, layout: Layout) -> tuple[Batc
 
 
 def _leave(
-    logits: jax.Array, batch: Batch, sampling: SamplingBatch | None, num_out: int
+    logits: jax.Array, sampling: SamplingBatch | None, num_out: int
 ) -> tuple[jax.Array, jax.Array, RowLogprobs | None]:
     """The token drawn for each row, cut or padded to `num_out`; of all rows, whether logits were finite; and more."""
+    with jax.named_scope("sample"):
+        drawn = sample(logits, sampling)
+    token_ids = drawn.token_ids[:num_out]
+    return jnp.pad(token_ids, (0, num_out - len(token_ids))), drawn.is_finite, drawn.logprobs
+
+
+def _checked(logits: jax.Array, batch: Batch) -> jax.Array:
+    """What the model returned, if it has a row for each sequence."""
     num_seqs = len(batch.seq_lens)
     if logits.ndim != 2 or logits.shape[0] != num_seqs:
         raise ValueError(
             f"The model's logits must have shape (num_seqs, vocab_size), with {num_seqs} sequences here; got "
             f"{logits.shape}. A row is wanted after the last new token of each."
         )
-    with jax.named_scope("sample"):
-        drawn = sample(logits, sampling)
-    token_ids = drawn.token_ids[:num_out]
-    return jnp.pad(token_ids, (0, num_out - len(token_ids))), drawn.is_finite, drawn.logprobs
+    return logits
 
 
 class _WholeStep:
@@ -418,13 +418,13 @@ def _compiled_step(leaves: list, cache: KVCache, packed: jax.Array, previous: ja
     batch, sampling = _enter(packed, previous, layout)
     with jax.named_scope("model"):
         logits, cache = jax.tree.unflatten(treedef, leaves)(cache, batch)
-    return *_leave(logits, batch, sampling, len(previous)), cache
+    return *_leave(_checked(logits, batch), sampling, len(previous)), cache
 
 
 def _step_in_pieces(model: Model, cache: KVCache, packed: jax.Array, previous: jax.Array, layout: Layout):
     batch, sampling = _compiled_enter(packed, previous, layout)
     logits, cache = model(cache, batch)
-    return *_compiled_leave(logits, batch, sampling, len(previous)), cache
+    return *_compiled_leave(_checked(logits, batch), sampling, len(previous)), cache
 
 
 _compiled_enter = jax.jit(_enter, static_argnames="layout")

@@ -131,10 +131,10 @@ def features_of(requests: Sequence[SamplingRequest]) -> SamplingFeatures:
     return SamplingFeatures(
         draws=draws,
         filters=filters,
-        history_width=_bucket(width),
-        num_biases=_bucket(biases),
-        num_stops=_bucket(stops),
-        num_logprobs=None if logprobs is None else _bucket(logprobs),
+        history_width=bucket(width),
+        num_biases=bucket(biases),
+        num_stops=bucket(stops),
+        num_logprobs=None if logprobs is None else bucket(logprobs),
     )
 
 
@@ -233,6 +233,6 @@ def _table(
     return table
 
 
-def _bucket(n: int) -> int:
+def bucket(n: int) -> int:
     """The smallest power of two that is at least `n`; 0 of 0."""
     return 1 << (int(n) - 1).bit_length() if n else 0  # numpy's integers have no bit_length
