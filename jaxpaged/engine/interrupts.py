@@ -25,8 +25,8 @@ class Interrupts:
         if not _in_main_thread() or self._handler is not None or not callable(handler):
             yield
             return
-        self._handler = handler
         try:
+            self._handler = handler
             signal.signal(signal.SIGINT, self._note)
             yield
         finally:
@@ -46,7 +46,8 @@ class Interrupts:
             self._hand_over(handler)
             yield
         finally:
-            signal.signal(signal.SIGINT, self._note)
+            if self._handler is not None:  # it is where an interrupt in `with` itself has left this to be closed later
+                signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         self._num_pending += 1

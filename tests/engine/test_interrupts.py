@@ -1,5 +1,6 @@
 """Ctrl-C at any line of the engine: nothing is lost, nothing hangs, no page leaks."""
 
+import gc
 import linecache
 import signal
 import sys
@@ -15,6 +16,14 @@ from tests.engine.tiny import PROMPTS, make_engine
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.3)
 STRIDE = 397
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def sigint():
+    """Python's own handler, also where a shell has started pytest with SIGINT ignored, as it does with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class InterruptAt:
@@ -48,13 +57,14 @@ class InterruptAt:
         return self._trace
 
 
-def every_place(run) -> int:
-    """Calls `run(interrupt)` for one place after another; how many were interrupted."""
-    for n in range(1, 10**6, STRIDE):
+def every_place(run, stride: int = STRIDE) -> int:
+    """Calls `run(interrupt)`, which tells whether it was interrupted, for one place after another; how many were."""
+    for n in range(1, 10**6, stride):
         interrupt = InterruptAt(n)
-        run(interrupt)
+        assert run(interrupt) == (interrupt.num_left <= 0)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if interrupt.num_left > 0:
-            return n // STRIDE
+            return n // stride
     raise AssertionError("no end")
 
 
@@ -73,6 +83,7 @@ def test_step_interrupted_anywhere_loses_no_token(model, solo):
         swap = SwapSpace(40)
         engine = make_engine(model, 17, swap=swap)
         tokens = {engine.add_request(prompt, SAMPLED): [] for prompt in prompts}
+        interrupted = False
         with interrupt:
             is_left = True
             while is_left:
@@ -81,13 +92,14 @@ def test_step_interrupted_anywhere_loses_no_token(model, solo):
                     new = engine.step()
                     is_left = engine.has_unfinished()
                 except KeyboardInterrupt:
-                    assert interrupt.num_left == 0
+                    interrupted = True
                 for token in new:
                     assert token.error is None
                     tokens[token.request_id].append(token.token_id)
         assert [tuple(t) for t in tokens.values()] == expected
         assert engine.pages.num_free_pages == 16
         assert swap.stats().num_sequences == 0
+        return interrupted
 
     assert every_place(run) > 5
 
@@ -114,14 +126,16 @@ def test_step_interrupted_when_all_has_ended_has_tokens_to_tell(model, monkeypat
 def test_generate_interrupted_anywhere_leaves_nothing_behind(model, solo):
     def run(interrupt):
         engine = make_engine(model)
+        interrupted = False
         try:
             with interrupt:
                 engine.generate(PROMPTS[1:3], SAMPLED)
         except KeyboardInterrupt:
-            assert interrupt.num_left == 0
+            interrupted = True
         assert not engine.has_unfinished()
         assert engine.pages.num_free_pages == 79
         assert engine.generate(PROMPTS[1:2], SAMPLED)[0].token_ids == solo(PROMPTS[1])
+        return interrupted
 
     assert every_place(run) > 3
 
@@ -132,16 +146,18 @@ def test_beam_search_interrupted_anywhere_gives_its_pages_back(model):
 
     def run(interrupt):
         engine = make_engine(model)
+        interrupted = False
         try:
             with interrupt:
                 engine.beam_search(PROMPTS[:2], **arguments)
         except KeyboardInterrupt:
-            assert interrupt.num_left == 0
+            interrupted = True
         assert engine.pages.num_free_pages == 79
-        if interrupt.num_left == 0:
+        if interrupted:
             assert [o[0].token_ids for o in engine.beam_search(PROMPTS[:2], **arguments)] == [
                 o[0].token_ids for o in expected
             ]
+        return interrupted
 
     assert every_place(run) > 3
 
@@ -174,6 +190,49 @@ def test_deferred_interrupts_come_at_the_end_or_where_they_are_allowed(monkeypat
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(seen) == 6
+
+
+def interrupted_inside(interrupts, went_on):
+    with interrupts.deferred():
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(True)
+
+
+def test_deferred_and_allowed_interrupted_at_any_line_give_the_handler_back():
+    def run(interrupt):
+        interrupts = Interrupts()
+        interrupted = False
+        try:
+            with interrupt, interrupts.deferred(), interrupts.allowed():
+                pass
+        except KeyboardInterrupt:
+            interrupted = True
+        went_on = []
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_inside(interrupts, went_on)
+        assert went_on == [True]
+        return interrupted
+
+    assert every_place(run, 1) > 10
+
+
+def test_allowed_that_was_never_left_installs_nothing_later():
+    interrupts = Interrupts()
+    with interrupts.deferred():
+        left = interrupts.allowed()
+        left.__enter__()
+    del left
+    gc.collect()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_deferred_leaves_a_signal_that_is_ignored_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts = Interrupts()
+    with interrupts.deferred(), interrupts.allowed():
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def _nested(interrupts):
