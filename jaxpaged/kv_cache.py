@@ -47,9 +47,13 @@ class PageBlock:
 
         They come by way of pinned memory where the device has it, to which it copies at the full speed of the bus.
         """
-        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        arrays = {name: _to_pinned_memory(x) for name, x in arrays.items() if x is not None}
-        return {name: np.asarray(x) for name, x in arrays.items()}  # all are on their way before the first is awaited
+        block = self.to_pinned_memory()  # all are on their way before the first is awaited
+        arrays = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
+        return {name: np.asarray(x) for name, x in arrays.items() if x is not None}
+
+    def to_pinned_memory(self) -> "PageBlock":
+        """The block on its way to pinned memory of the host, where the device has such; `to_host` of it then waits."""
+        return jax.tree.map(_to_pinned_memory, self)
 
     @classmethod
     def from_host(cls, arrays: Mapping[str, np.ndarray]) -> "PageBlock":

@@ -151,6 +151,7 @@ class BeamSearch:
             num_new_tokens=tuple(counts),
             samples=tuple(n == beam.num_remaining for n, beam in zip(counts, beams, strict=True)),
             page_copies=tuple(copies),
+            evictions=tuple(self.pages.take_evictions()),
         )
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
         try:

@@ -72,7 +72,8 @@ class Engine:
         tokenizer: Makes text of tokens: see `jaxpaged.engine.text.TextStream`. Needed for `SamplingParams.stop`; tokens
             come without it too.
         prefix_caching: Prompts share the pages of earlier ones that begin alike, as long as those are not needed.
-        swap: Where the pages of preempted requests are kept. None, or where it is full: they are computed again.
+        swap: Of this engine alone: where the pages of preempted requests are kept, and of prefixes that were evicted
+            from the cache. None, or where it is full: they are computed again.
         speculation: Guesses tokens that a step checks all at once. The tokens that come out are the same.
         clock: What deadlines are measured by, in seconds.
     """
@@ -95,7 +96,8 @@ class Engine:
         config = dataclasses.replace(config, max_model_len=min(config.max_model_len, context))
         make_cache = functools.partial(KVCache.create, **dataclasses.asdict(cache_config))
         cache = make_cache()
-        self.pages = PageAllocator(cache.num_pages, cache.page_size, prefix_caching=prefix_caching)
+        offload = prefix_caching and swap is not None
+        self.pages = PageAllocator(cache.num_pages, cache.page_size, prefix_caching=prefix_caching, offload=offload)
         self.scheduler = Scheduler(config, self.pages, swap=swap, speculation=speculation)
         self.runner = Runner(
             model,
@@ -381,11 +383,12 @@ class Engine:
         return len(programs)
 
     def reset(self) -> None:
-        """Aborts all requests, forgets their tokens and all cached prefixes. Counts stay."""
+        """Aborts all requests, forgets their tokens and all cached prefixes, in the swap space too. Counts stay."""
         for request_id in list(self._requests):
             self.abort(request_id)
         self._untold = []
         self.pages.reset()
+        self.runner.mover.forget_prefixes()
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and what it holds now."""

@@ -7,7 +7,8 @@ import numpy as np
 from jaxpaged.config import cdiv
 from jaxpaged.engine.plan import StepBuilder, SwapIn, SwapOut
 from jaxpaged.engine.request import Request
-from jaxpaged.paging import PageAllocator, PageCopy
+from jaxpaged.paging import Eviction, PageAllocator, PageCopy
+from jaxpaged.paging.offload import read_restored
 from jaxpaged.paging.swap import SwapSpace
 
 
@@ -19,6 +20,7 @@ class Holdings:
         self.swap = swap
         self.num_swap_outs = 0
         self.num_forks = 0
+        self.num_restored_pages = 0
         self._refusal: tuple[Request, int] | None = None  # who did not fit, and how many pages were free
 
     def parent_of(self, request: Request, step: StepBuilder) -> Request | None:
@@ -51,7 +53,7 @@ class Holdings:
         """Gives a waiting request its pages.
 
         Those from the swap space come back; a sample of a prompt that another has computed shares the pages, and
-        computes the last token only; others begin with prefix hits.
+        computes the last token only; others begin with prefix hits, some of which may come from the swap space too.
         """
         if request.is_swapped:
             request.is_swapped = False
@@ -63,7 +65,12 @@ class Holdings:
         else:
             # A count of tokens hits nothing.
             tokens = request.num_tokens if request.needs_prompt_logits else request.known_tokens()
-            num_hits = self.pages.add(request.request_id, tokens)
+            num_hits = self.pages.add(request.request_id, tokens, host=self.swap)
+            if self.swap is not None and num_hits:
+                restored, num_hits = read_restored(self.pages, self.swap, request.request_id, num_hits)
+                if len(restored.page_ids):
+                    step.restores.append(restored)
+                    self.num_restored_pages += len(restored.page_ids)
             self._note_prefix(request, num_hits)
             request.num_computed_tokens = num_hits
             request.num_slots = request.num_tokens
@@ -120,6 +127,12 @@ class Holdings:
             return None
         request.num_slots += missing
         return self.pages.append(request.request_id, missing)
+
+    def take_evictions(self) -> list[Eviction]:
+        """Contents that were given up since the last call and that the swap space does not have."""
+        if self.swap is None:
+            return []
+        return [eviction for eviction in self.pages.take_evictions() if not self.swap.has(eviction.digest)]
 
     def commit(self, request: Request) -> None:
         """Makes the full pages that a request has computed findable."""

@@ -1,5 +1,7 @@
 """Pages on the move before a step: out to the swap space, from page to page, and back in.
 
+Evicted pages leave without being waited for: they reach the space with the next step, or are lost if one fails.
+
 Pages go a fixed number at a time, padded, so that each of the three is one program however many there are.
 """
 
@@ -15,6 +17,8 @@ from jaxpaged.engine.plan import StepPlan
 from jaxpaged.engine.request import Request
 from jaxpaged.kv_cache import KVCache, PageBlock
 from jaxpaged.paging import PageCopy
+from jaxpaged.paging.offload import put_evicted
+from jaxpaged.paging.page_layout import Block
 from jaxpaged.paging.swap import SwapSpace
 
 _AT_ONCE = 16
@@ -25,15 +29,23 @@ class PageMover:
 
     def __init__(self, swap: SwapSpace | None):
         self.swap = swap
+        self._leaving: list[tuple[list[bytes], PageBlock]] = []
 
     def move(self, cache: KVCache, plan: StepPlan) -> tuple[KVCache, list[Request]]:
         """The cache with all pages of the plan in place, and the requests whose pages did not come back whole."""
+        self.keep_leaving()
+        for begin in range(0, len(plan.evictions), _AT_ONCE):
+            digests, page_ids = zip(*plan.evictions[begin : begin + _AT_ONCE], strict=True)
+            block = _export_pages(cache, _padded(np.array(page_ids, np.int32), NULL_PAGE))
+            self._leaving.append((list(digests), block.to_pinned_memory()))
         for request_id, page_ids in plan.swap_outs:
             assert self.swap is not None
             self.swap.put_sequence(request_id, _export(cache, page_ids))
         for copies in _batches(plan.page_copies):
             src, dst = np.asarray(copies, np.int32).T
             cache = _copy_pages(cache, _padded(src, NULL_PAGE), _targets(dst, cache.num_pages))
+        for page_ids, block in plan.restores:
+            cache = _import(cache, page_ids, block)
         lost = []
         for request, page_ids in plan.swap_ins:
             assert self.swap is not None
@@ -43,6 +55,23 @@ class PageMover:
             else:
                 cache = _import(cache, page_ids, block)
         return cache, lost
+
+    def forget_leaving(self) -> None:
+        """Drops the pages that are on their way to the swap space."""
+        self._leaving = []
+
+    def forget_prefixes(self) -> None:
+        """Drops these, and all pages of prefixes that are there."""
+        self.forget_leaving()
+        if self.swap is not None:
+            self.swap.drop_pages()
+
+    def keep_leaving(self) -> None:
+        """Puts the pages that are on their way into the swap space."""
+        leaving, self._leaving = self._leaving, []
+        for digests, block in leaving:
+            assert self.swap is not None
+            put_evicted(self.swap, digests, {name: x[:, : len(digests)] for name, x in block.to_host().items()})
 
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the programs, by moving nothing."""
@@ -74,7 +103,7 @@ def _export(cache: KVCache, page_ids: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.concatenate([p[name] for p in pieces], axis=1)[:, : len(page_ids)] for name in pieces[0]}
 
 
-def _import(cache: KVCache, page_ids: np.ndarray, block: dict[str, np.ndarray]) -> KVCache:
+def _import(cache: KVCache, page_ids: np.ndarray, block: Block) -> KVCache:
     for i in range(cdiv(len(page_ids), _AT_ONCE)):
         part = slice(i * _AT_ONCE, (i + 1) * _AT_ONCE)
         targets = _targets(page_ids[part], cache.num_pages)

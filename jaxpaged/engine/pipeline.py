@@ -33,8 +33,10 @@ class Pipeline:
     def advance(self, now: float) -> list[NewToken]:
         """Starts a step, and reads the one before; this one too, where the next depends on its tokens."""
         self.waited_s = 0.0
-        while self.scheduler.needs_tokens and self._in_flight:
+        while len(self._in_flight) > (0 if self.scheduler.needs_tokens else 1):
             self._read()
+        if not self._in_flight:
+            self.runner.mover.keep_leaving()  # nothing is held up, and it can be found already
         plan = self.scheduler.schedule(now)
         if plan is not None:
             self._dispatch(plan)
@@ -73,6 +75,8 @@ class Pipeline:
             raise
         self.waited_s += time.perf_counter() - begin
         self._in_flight.popleft()
+        if result.non_finite:
+            self.runner.mover.forget_prefixes()  # or others would read what it wrote
         self._new += self.scheduler.update(plan, *result)
 
     def _recover(self, plan: StepPlan, error: BaseException, *, is_lost: bool = False) -> None:

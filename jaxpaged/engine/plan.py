@@ -11,7 +11,8 @@ from jaxpaged.checks import as_count
 from jaxpaged.config import cdiv
 from jaxpaged.engine.logprobs import PromptRows
 from jaxpaged.engine.request import Request
-from jaxpaged.paging import OutOfPagesError, PageCopy
+from jaxpaged.paging import Eviction, OutOfPagesError, PageCopy
+from jaxpaged.paging.offload import Restored
 
 
 class SwapOut(NamedTuple):
@@ -30,13 +31,15 @@ class SwapIn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one step computes. It is carried out in this order: swap-outs, page copies, swap-ins, the model.
+    """What one step computes. It is carried out in this order: what leaves, page copies, what comes back, the model.
 
     Attributes:
         requests: In batch order. May be empty where pages are swapped in only.
         num_new_tokens: Of each request, >= 1, drafts not counted; pages for them are allocated.
         samples: Whether these reach the last token of the request, so that what follows is drawn.
         page_copies: Copy-on-write.
+        evictions: Contents to keep in the swap space, in pages that this step may write.
+        restores: Contents that come back from there. What is computed in this step may see them.
         drafts: Of each request the tokens guessed to follow; empty where nobody has any.
         prompt_rows: Tokens of prompts whose log-probabilities are wanted.
     """
@@ -47,6 +50,8 @@ class StepPlan:
     page_copies: tuple[PageCopy, ...] = ()
     swap_outs: tuple[SwapOut, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
+    restores: tuple[Restored, ...] = ()
     drafts: tuple[tuple[int, ...], ...] = ()
     prompt_rows: tuple[PromptRows, ...] = ()
 
@@ -75,6 +80,8 @@ class StepBuilder:
         self.copies: list[PageCopy] = []
         self.swap_outs: list[SwapOut] = []
         self.swap_ins: list[SwapIn] = []
+        self.evictions: list[Eviction] = []
+        self.restores: list[Restored] = []
         self.num_swapped_pages = 0
         self._decoding: list[Request] = []
         self._drafts: dict[Request, tuple[int, ...]] = {}
@@ -120,6 +127,8 @@ class StepBuilder:
             page_copies=tuple(self.copies),
             swap_outs=tuple(self.swap_outs),
             swap_ins=tuple(self.swap_ins),
+            evictions=tuple(self.evictions),
+            restores=tuple(self.restores),
             drafts=tuple(self._drafts.get(r, ()) for r in requests) if self._drafts else (),
             prompt_rows=tuple(self._prompt_rows()),
         )

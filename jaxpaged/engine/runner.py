@@ -161,9 +161,12 @@ class Runner:
     def restore_cache(self, *, is_lost: bool) -> bool:
         """An empty cache in place of one that a failed step took with it; whether there was need for one.
 
+        What was on its way to the swap space is dropped: nobody knows whether it was right.
+
         Args:
             is_lost: Whether what the cache holds is lost in any case.
         """
+        self.mover.forget_leaving()
         is_lost = is_lost or any(x.is_deleted() for x in jax.tree.leaves(self.cache))
         if is_lost:
             self.cache = self._make_cache()

@@ -37,7 +37,8 @@ class Scheduler:
     One thread calls it; only `add` may come from others too.
 
     Args:
-        swap: Where preempted requests keep their pages; None lets them start over.
+        swap: Where preempted requests keep their pages; None lets them start over. Evicted prefixes go there too, where
+            `pages` lists them.
         speculation: Guesses tokens that a step then checks; None guesses nothing.
 
     Attributes:
@@ -114,6 +115,7 @@ class Scheduler:
                     step.prompt(request)
         self._admit(step)
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
+        step.evictions = self.holdings.take_evictions()
         plan = step.build()
         if plan is None and self.waiting and not self.running and not self.waiting[0].num_pending:
             self._raise_alone(self.waiting[0])
@@ -192,6 +194,8 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a step that failed with its error."""
         self.end([*plan.requests, *(request for request, _ in plan.swap_ins)], FinishReason.ERROR, error)
+        for restored in plan.restores:  # they may not have come
+            self.pages.forget_pages(restored.page_ids)
         self.holdings.restart_unswapped(self.waiting)
 
     def restart_all(self) -> None:

@@ -19,6 +19,7 @@ class EngineStats:
         nbytes_per_page: K and V of all layers.
         num_preemptions: Times that a request gave its pages back: swapped out, or to start over.
         num_swap_outs: Of those, swapped out.
+        num_restored_pages: Prefix pages that came back from the swap space.
         num_forks: Samples that began on the pages of another sample of their prompt.
         num_free_pages: Those whose content can still be hit are among them.
         num_hit_tokens, num_missed_tokens: Prompt tokens that were found in the prefix cache, and that were not.
@@ -39,6 +40,7 @@ class EngineStats:
     num_finished: int = 0
     num_failed: int = 0
     num_swap_outs: int = 0
+    num_restored_pages: int = 0
     num_forks: int = 0
     num_pages: int = 0
     num_free_pages: int = 0
@@ -85,6 +87,7 @@ _COUNTERS = {
     "num_finished",
     "num_failed",
     "num_swap_outs",
+    "num_restored_pages",
     "num_forks",
     "num_hit_tokens",
     "num_missed_tokens",
@@ -128,6 +131,7 @@ def collect_stats(pipeline: Pipeline, times: StepTimes, **counts: int) -> Engine
         num_running=len(scheduler.running),
         num_waiting=scheduler.num_waiting,
         num_swap_outs=scheduler.holdings.num_swap_outs,
+        num_restored_pages=scheduler.holdings.num_restored_pages,
         num_forks=scheduler.holdings.num_forks,
         num_pages=of_pages.num_usable_pages,
         num_free_pages=pages.num_free_pages,

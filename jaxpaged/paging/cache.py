@@ -206,10 +206,12 @@ class PrefixCache:
         return page_ids
 
     def clear(self) -> None:
-        """Makes all pages unfindable and ends all pins."""
+        """Makes all pages unfindable and ends all pins; what was given up before is not listed any more."""
         self._unpin_where(lambda *_: True)
         self.pool.forget(self.pool.kept_pages())
         self.index.clear()
+        if self.evictions is not None:
+            self.evictions.clear()
         if self.events is not None:
             self.events.append(PageEvent("cleared"))
 

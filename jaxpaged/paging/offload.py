@@ -1,16 +1,23 @@
 """Evicted prefix pages into a swap space and back: the exchange between an `add` and the step that reads its pages."""
 
-import contextlib
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxpaged.config import NULL_PAGE
 from jaxpaged.paging.allocator import PageAllocator
+from jaxpaged.paging.page_layout import Block
 from jaxpaged.paging.pool import OutOfPagesError
-from jaxpaged.paging.reports import Eviction
 from jaxpaged.paging.swap import SwapSpace
+
+
+class Restored(NamedTuple):
+    """Import this block of a swap space into these pages, before the step that reads them."""
+
+    page_ids: npt.NDArray[np.int32]
+    block: Block
 
 
 def exchange_pages(
@@ -19,9 +26,10 @@ def exchange_pages(
     """Moves what `pages.add(seq_id, tokens, host=space)` decided: evicted pages out, and in those that it found there.
 
     Call it right after the `add`, before copies are run and anything is written. (After another verb that may evict,
-    with the same `seq_id` and its number: then nothing comes in.) Evicted pages for which sequences leave no room are
-    lost. A page that the file did not keep whole is as if it had never been found: from there on the sequence is
-    computed anew; from its first token on where a window no longer has the pages that are seen from there.
+    with the same `seq_id` and its number: then nothing comes in.) Where sequences leave too little room for all evicted
+    pages, the first ones are lost. A page that the file did not keep whole is as if it had never been found: from there
+    on the sequence is computed anew; from its first token on where a window no longer has the pages that are seen from
+    there.
 
     Args:
         pages: With `offload=True`.
@@ -37,33 +45,46 @@ def exchange_pages(
         OutOfPagesError: A page was lost, and too few are free to compute the sequence anew. It is freed: add it again
             later.
     """
-    restores, evictions = pages.take_restores(), pages.take_evictions()
-    # Read first: to make room for the evicted, the space may give up just those that are wanted.
-    found, is_found = space.get_pages([restore.digest for restore in restores])
-    _keep(space, cache, evictions)
-    page_ids = np.array([restore.page_id for restore in restores], np.int32)
-    if is_found.any():
+    try:  # Read first: to make room for the evicted, the space may give up just those that are wanted.
+        (page_ids, block), num_prefix_tokens = read_restored(pages, space, seq_id, num_prefix_tokens)
+    finally:
+        evictions = pages.take_evictions()
+        if evictions:
+            evicted = cache.export_pages(np.array([eviction.page_id for eviction in evictions], np.int32))
+            put_evicted(space, [eviction.digest for eviction in evictions], evicted.to_host())
+    if len(page_ids):
         empty = cache.export_pages(np.zeros(0, np.int32))
-        cache = cache.import_pages(page_ids[is_found], type(empty).from_host(found))
+        cache = cache.import_pages(page_ids, type(empty).from_host(block))
+    return cache, num_prefix_tokens
+
+
+def read_restored(
+    pages: PageAllocator, space: SwapSpace, seq_id: Hashable, num_prefix_tokens: int
+) -> tuple[Restored, int]:
+    """The pages that an `add` found in the space, and how many tokens are in the cache once they are imported.
+
+    Args, Raises: As `exchange_pages`.
+    """
+    restores = pages.take_restores()
+    block, is_found = space.get_pages([restore.digest for restore in restores])
+    page_ids = np.array([restore.page_id for restore in restores], np.int32)
     if not is_found.all():
         num_whole = min(num_prefix_tokens, _num_whole_tokens(pages, seq_id, page_ids[~is_found]))
         num_prefix_tokens = 0 if _window_has_passed(pages, seq_id, num_whole) else num_whole
         try:
             pages.invalidate(seq_id, num_whole)
         except OutOfPagesError:
-            pages.forget_pages(page_ids[~is_found])  # or others would hit them
+            pages.forget_pages(page_ids)  # or others would hit them
             pages.free(seq_id)
             raise
-        _keep(space, cache, pages.take_evictions())  # made for the new pages of its windows
-    return cache, num_prefix_tokens
+    return Restored(page_ids[is_found], block), num_prefix_tokens
 
 
-def _keep(space: SwapSpace, cache: Any, evictions: list[Eviction]) -> None:
-    """Moves evicted pages out, as far as there is room."""
-    if evictions:
-        block = cache.export_pages(np.array([eviction.page_id for eviction in evictions], np.int32))
-        with contextlib.suppress(OutOfPagesError):
-            space.put_pages([eviction.digest for eviction in evictions], block.to_host())
+def put_evicted(space: SwapSpace, digests: Sequence[bytes], block: Block) -> None:
+    """Keeps pages, given in the order of their eviction: of those for which there is no room, the last ones."""
+    first = max(0, len(digests) - space.num_free_pages)
+    if first < len(digests):
+        space.put_pages(digests[first:], {name: x[:, first:] for name, x in block.items()})
 
 
 def _window_has_passed(pages: PageAllocator, seq_id: Hashable, num_tokens: int) -> bool:

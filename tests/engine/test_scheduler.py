@@ -9,6 +9,7 @@ import jaxpaged as jp
 from jaxpaged.engine.request import FinishReason, QueueFullError, Request, SamplingParams
 from jaxpaged.engine.scheduler import Scheduler, SchedulerConfig
 from jaxpaged.engine.speculation import NgramSpeculation
+from jaxpaged.paging.offload import put_evicted
 from jaxpaged.paging.swap import SwapSpace
 
 PAGE_SIZE = 4
@@ -17,7 +18,8 @@ FAILURES = ["early", "late", "lost", "interrupted", "interrupted late"]
 
 def make_scheduler(num_pages=40, prefix_caching=False, swap=None, speculation=None, **config) -> Scheduler:
     config = {"max_num_seqs": 4, "max_step_tokens": 16, "max_model_len": 64} | config
-    pages = jp.PageAllocator(num_pages, PAGE_SIZE, prefix_caching=prefix_caching)
+    offload = prefix_caching and swap is not None
+    pages = jp.PageAllocator(num_pages, PAGE_SIZE, prefix_caching=prefix_caching, offload=offload)
     return Scheduler(SchedulerConfig(**config), pages, swap=swap, speculation=speculation)
 
 
@@ -53,15 +55,22 @@ class Machine:
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.slots = np.full(scheduler.pages.num_pages * PAGE_SIZE, -1)
-        self.swapped: dict[int, np.ndarray] = {}
+        self.leaving: tuple[list[bytes], dict] = ([], {})
 
     def pages_of(self, page_ids):
         return self.slots.reshape(-1, PAGE_SIZE)[page_ids]
 
+    def block_of(self, page_ids):
+        return {"k": self.pages_of(page_ids).reshape(1, len(page_ids), 1, PAGE_SIZE, 1).astype(np.int32)}
+
     def swap_out(self, plan) -> None:
+        """Evicted contents reach the space one step later."""
+        assert not any(self.scheduler.holdings.swap.has(e.digest) for e in plan.evictions)
+        if self.leaving[0]:
+            put_evicted(self.scheduler.holdings.swap, *self.leaving)
+        self.leaving = ([e.digest for e in plan.evictions], self.block_of([e.page_id for e in plan.evictions]))
         for request_id, page_ids in plan.swap_outs:
-            block = self.pages_of(page_ids).reshape(1, len(page_ids), 1, PAGE_SIZE, 1).astype(np.int32)
-            self.scheduler.holdings.swap.put_sequence(request_id, {"k": block})
+            self.scheduler.holdings.swap.put_sequence(request_id, self.block_of(page_ids))
 
     def carry_out(self, plan) -> list[int]:
         """The tokens that follow, read from the pool: a token in a wrong slot changes them."""
@@ -69,9 +78,9 @@ class Machine:
         self.swap_out(plan)
         for src, dst in plan.page_copies:
             self.slots.reshape(-1, PAGE_SIZE)[dst] = self.pages_of(src)
-        for request, page_ids in plan.swap_ins:
-            block = swap.take_sequence(request.request_id)["k"]
-            self.slots.reshape(-1, PAGE_SIZE)[page_ids] = block.reshape(len(page_ids), PAGE_SIZE)
+        swapped = [(page_ids, swap.take_sequence(request.request_id)) for request, page_ids in plan.swap_ins]
+        for page_ids, block in (*plan.restores, *swapped):
+            self.slots.reshape(-1, PAGE_SIZE)[page_ids] = block["k"].reshape(len(page_ids), PAGE_SIZE)
         drawn = []
         every_drafts = plan.drafts or [()] * len(plan.requests)
         for request, num_new, drafts in zip(plan.requests, plan.num_new_tokens, every_drafts, strict=True):
@@ -116,6 +125,7 @@ def run(scheduler: Scheduler, *, ahead=0, min_steps=0, max_steps=3000, before_st
                 in_flight.clear()
                 scheduler.restart_all()
             if failure is not None:
+                machine.leaving = ([], {})
                 continue
             in_flight.append((plan, machine.carry_out(plan)))
             scheduler.dispatched(plan)
@@ -359,26 +369,59 @@ def test_update_of_logits_that_are_not_finite_ends_that_request_only():
     assert scheduler.pages.match(range(9)) == 8
 
 
-SHAPES = st.tuples(
-    st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 2), st.booleans()
-)
+def shapes_of(prompts):
+    return st.tuples(prompts, st.integers(1, 20), st.integers(0, 2), st.booleans())
+
+
+ANY = {
+    "shapes": st.lists(shapes_of(st.lists(st.integers(0, 2), min_size=1, max_size=40)), min_size=1, max_size=10),
+    "num_pages": st.integers(17, 40),
+    "max_num_seqs": st.integers(1, 5),
+    "max_step_tokens": st.integers(1, 20),
+    "prefix_caching": st.booleans(),
+    "swap_pages": st.sampled_from([0, 4, 100]),
+    "speculation": st.sampled_from([None, NgramSpeculation(min_ngram=1)]),
+    "ahead": st.integers(0, 1),
+    "arrivals": st.lists(st.integers(0, 30), min_size=10, max_size=10),
+    "aborts": st.dictionaries(st.integers(0, 9), st.integers(0, 40), max_size=3),
+    "failures": st.dictionaries(st.integers(0, 40), st.sampled_from(FAILURES), max_size=3),
+}
+TEXTS = np.random.default_rng(0).integers(0, 3, (4, 40)).tolist()
+PREFIXES = st.builds(lambda text, num_tokens: text[:num_tokens], st.sampled_from(TEXTS), st.integers(20, 40))
+EVICTING = {
+    "shapes": st.lists(shapes_of(PREFIXES), min_size=6, max_size=10),
+    "num_pages": st.integers(17, 20),
+    "max_num_seqs": st.integers(1, 2),
+    "max_step_tokens": st.integers(8, 40),
+    "prefix_caching": st.just(True),
+    "swap_pages": st.sampled_from([12, 100]),
+    "arrivals": st.lists(st.integers(0, 60), min_size=10, max_size=10),
+    "failures": st.dictionaries(st.integers(0, 100), st.sampled_from(FAILURES), max_size=6),
+}
 
 
 @settings(deadline=None, max_examples=200)
-@given(
-    shapes=st.lists(SHAPES, min_size=1, max_size=10),
-    num_pages=st.integers(17, 40),
-    max_num_seqs=st.integers(1, 5),
-    max_step_tokens=st.integers(1, 20),
-    prefix_caching=st.booleans(),
-    swap_pages=st.sampled_from([0, 4, 100]),
-    speculation=st.sampled_from([None, NgramSpeculation(min_ngram=1)]),
-    ahead=st.integers(0, 1),
-    arrivals=st.lists(st.integers(0, 30), min_size=10, max_size=10),
-    aborts=st.dictionaries(st.integers(0, 9), st.integers(0, 40), max_size=3),
-    failures=st.dictionaries(st.integers(0, 40), st.sampled_from(FAILURES), max_size=3),
-)
-def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
+@given(**ANY)
+def test_schedule_of_any_requests_ends_each_with_its_own_tokens(**drawn):
+    """Progress, whatever pool, lengths, priorities and failures; and no page is leaked or read by another."""
+    run_any(**drawn)
+
+
+def test_schedule_of_prompts_whose_pages_were_evicted_ends_each_with_its_own_tokens():
+    num_restored = 0
+
+    @settings(deadline=None, max_examples=200)
+    @given(**ANY | EVICTING)
+    def check(**drawn):
+        nonlocal num_restored
+        num_restored += run_any(**drawn).holdings.num_restored_pages
+
+    check()
+    assert num_restored > 500
+
+
+def run_any(
+    *,
     shapes,
     num_pages,
     max_num_seqs,
@@ -390,8 +433,7 @@ def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
     arrivals,
     aborts,
     failures,
-):
-    """Progress, whatever pool, lengths, priorities and failures; and no page is leaked or read by another."""
+) -> Scheduler:
     swap = SwapSpace(swap_pages) if swap_pages else None
     scheduler = make_scheduler(
         num_pages, prefix_caching, swap, speculation, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens
@@ -408,7 +450,7 @@ def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
         here = [r for r, at in zip(requests, arrivals, strict=False) if at <= i]
         scheduler.end([r for r in here if aborts.get(r.request_id) == i], FinishReason.ABORT)
 
-    run(scheduler, ahead=ahead, before_step=before_step, min_steps=45, failures=failures)  # all have arrived by then
+    run(scheduler, ahead=ahead, before_step=before_step, min_steps=max(arrivals) + 1, failures=failures)
     for request in requests:
         if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert request.output_token_ids == expected_output(request)[: len(request.output_token_ids)]
@@ -418,6 +460,7 @@ def test_schedule_of_any_requests_ends_each_with_its_own_tokens(
     assert not scheduler.waiting
     assert not scheduler.running
     assert swap is None or swap.stats().num_sequences == 0
+    return scheduler
 
 
 def make_samples(first_id: int, prompt: int, news: list[int]) -> list[Request]:

@@ -113,6 +113,7 @@ def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, req
         assert e.stats().hit_rate > 0.1
         assert e.stats().num_finished > num_requests // 5
     assert swap.stats().num_sequences == 0
+    assert engine.stats().num_restored_pages > num_requests // 100
     assert engine.stats().num_preemptions > engine.stats().num_swap_outs > num_requests // 100
     assert engine.stats().num_forks > num_requests // 20
     assert speculating.stats().num_accepted_drafts > num_requests // 100

@@ -211,6 +211,15 @@ def test_exchange_pages_of_a_space_full_of_sequences_loses_the_evicted(offload):
     assert add_and_free(*offload, "a", [1] * 8) == 0
 
 
+def test_exchange_pages_of_a_space_too_small_keeps_the_heads_of_chains(offload):
+    pages, _, cache = offload
+    space = SwapSpace(3)
+    add_and_free(pages, space, cache, "a", [1] * 8)
+    add_and_free(pages, space, cache, "b", [2] * 8)
+    assert space.stats().num_prefix_pages == 3
+    assert add_and_free(pages, space, cache, "a", [1] * 8) == 6
+
+
 @pytest.mark.parametrize(("damaged", "expected"), [(0, 0), (1, 2), (2, 4)])
 def test_exchange_pages_with_a_damaged_page_computes_from_there(tmp_path, damaged, expected):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -290,7 +299,8 @@ def test_exchange_pages_without_room_for_the_window_frees_the_sequence_and_nobod
         exchange_pages(pages, space, cache, "c", 16)
     assert "c" not in pages
     assert pages.num_free_pages == free
-    assert pages.match([*PROMPT, 7]) <= 12
+    assert pages.match([*PROMPT, 7]) == 0
+    assert [page.page_id for page in pages.explain(PROMPT[:16])] == [0] * 4  # others were found, but not imported
 
 
 def test_invalidate_without_room_for_the_window_changes_nothing():

@@ -509,6 +509,16 @@ def test_page_that_was_to_be_restored_and_is_evicted_before_is_neither_exported_
     assert pages.take_restores() == []
 
 
+def test_reset_lists_no_eviction_from_before():
+    pages = make_pages(6, offload=True)
+    pages.add("a", PROMPT[:9])
+    pages.commit("a", PROMPT[:9])
+    pages.free("a")
+    pages.add("b", 20)
+    pages.reset()
+    assert pages.take_evictions() == []
+
+
 def test_growth_beyond_the_table_raises_with_numbers():
     pages = PageAllocator(20, 4, max_pages_per_seq=2)
     pages.add("a", 8)

@@ -1,0 +1,156 @@
+"""Prefixes that were evicted from the cache come back from the swap space, and change no token."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.engine import Engine, FinishReason, SamplingParams
+from jaxpaged.paging.swap import SwapSpace
+from tests.engine.test_engine import BAD, Broken, good_params, solo
+from tests.engine.tiny import LIMITS, make_engine
+
+FIRST, SECOND = ([int(t) for t in np.random.default_rng(i).integers(0, 63, n)] for i, n in ((7, 24), (8, 29)))
+PARAMS = SamplingParams(max_new_tokens=4)
+NUM_PAGES = 9
+"""The second takes all of them at once."""
+
+
+def run(engine: Engine, *prompts: list[int]) -> list[tuple[int, ...]]:
+    """One after the other."""
+    return [output.token_ids for prompt in prompts for output in engine.generate([prompt], PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return {tuple(prompt): solo(model, prompt, PARAMS) for prompt in (FIRST, SECOND)}
+
+
+def check(engine: Engine, expected: dict, *prompts: list[int]) -> None:
+    assert run(engine, *prompts) == [expected[tuple(prompt)] for prompt in prompts]
+    assert engine.pages.num_free_pages == engine.pages.num_pages - 1
+
+
+def test_evicted_prefixes_are_hit_as_in_a_pool_for_all(model, expected):
+    swap, prompts = SwapSpace(40), [FIRST, SECOND] * 3
+    small, ample = make_engine(model, NUM_PAGES, swap=swap), make_engine(model)
+    for engine in (small, ample):
+        check(engine, expected, *prompts)
+    stats = small.stats()
+    assert stats.num_hit_tokens == ample.stats().num_hit_tokens == 2 * (20 + 28)
+    assert (stats.num_restored_pages, ample.stats().num_restored_pages) == (
+        2 * (5 + 6),
+        0,
+    )  # the first page is not evicted
+    assert f"jaxpaged_num_restored_pages_total {stats.num_restored_pages}\n" in stats.prometheus_text()
+    assert swap.stats().num_sequences == 0
+
+
+def test_evicted_prefixes_of_prompts_together_are_right(model):
+    """With preemption by swap to the same space."""
+    params = dataclasses.replace(PARAMS, max_new_tokens=20)
+    prompts = [FIRST[i : i + 20] for i in range(3)] + [SECOND[i : i + 20] for i in range(3)]
+    expected = [solo(model, prompt, params) for prompt in prompts]
+    swap = SwapSpace(60)
+    engine = make_engine(model, 17, swap=swap)
+    for _ in range(3):
+        assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+    stats = engine.stats()
+    assert stats.num_restored_pages > 0
+    assert stats.num_swap_outs > 0
+    assert swap.stats().num_sequences == 0
+    assert engine.pages.num_free_pages == 16
+
+
+def test_evicted_pages_that_the_file_did_not_keep_whole_are_computed_again(model, expected, tmp_path):
+    with SwapSpace(0, file=tmp_path / "swap", num_file_pages=40) as swap:
+        engine = make_engine(model, NUM_PAGES, swap=swap)
+        check(engine, expected, FIRST, SECOND, FIRST)
+        assert engine.stats().num_restored_pages > 0
+        swap._store._file._pages[:] ^= 255
+        check(engine, expected, SECOND, FIRST)
+        assert swap.stats().num_lost_pages > 0
+        check(engine, expected, SECOND, FIRST)
+
+
+def begin_second(engine: Engine) -> None:
+    """One step, in which the pages of the first prompt leave."""
+    engine.add_request(SECOND, PARAMS)
+    engine.step()
+    assert engine.pages.match([*FIRST, 0]) == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_reset_forgets_what_the_swap_space_has_and_what_is_on_its_way(model, expected, num_steps):
+    swap = SwapSpace(40)
+    engine = make_engine(model, NUM_PAGES, swap=swap)
+    check(engine, expected, FIRST)
+    begin_second(engine)
+    for _ in range(num_steps):
+        engine.step()
+    assert swap.stats().num_prefix_pages == (6 if num_steps else 0)
+    engine.reset()
+    check(engine, expected, FIRST)
+    assert engine.stats().num_hit_tokens == 0
+
+
+def test_logits_not_finite_leave_nothing_to_hit_in_the_swap_space(model, expected):
+    """A prompt is preempted while nobody knows, and its pages are evicted for the one that took its place."""
+    swap = SwapSpace(40)
+    params = dataclasses.replace(good_params(model), max_new_tokens=4)
+    limits = dataclasses.replace(LIMITS, max_num_seqs=1)
+    engine = make_engine(Broken(model, 63, "nan"), NUM_PAGES, limits=limits, swap=swap)
+    check(engine, expected, FIRST, SECOND)
+    assert swap.stats().num_prefix_pages == 6
+    bad = engine.add_request([*range(14), 63], params, priority=1)
+    assert engine.step() == []
+    good = engine.add_request(SECOND[::-1], params)
+    tokens = engine.step()
+    assert swap.stats().num_prefix_pages == 0
+    while engine.has_unfinished():
+        tokens += engine.step()
+    ends = {token.request_id: token.finish_reason for token in tokens if token.finish_reason is not None}
+    assert ends == {bad: FinishReason.ERROR, good: FinishReason.LENGTH}
+    assert engine.stats().num_preemptions == 1
+    assert engine.pages.add("again", [*range(14), 62], host=swap) == 0
+
+
+def test_step_that_takes_the_cache_with_it_leaves_the_swap_space_as_it_was(model, expected):
+    swap = SwapSpace(40)
+    engine = make_engine(Broken(model, 63, "raise and lose"), NUM_PAGES, swap=swap)
+    check(engine, expected, FIRST, SECOND)
+    with pytest.raises(RuntimeError, match="the model is broken"):
+        engine.generate([BAD], PARAMS)
+    check(engine, expected, FIRST)
+    assert engine.stats().num_restored_pages == 5
+
+
+def test_step_whose_result_cannot_be_read_drops_what_is_on_its_way(model, expected, monkeypatch):
+    swap = SwapSpace(40)
+    engine = make_engine(model, NUM_PAGES, swap=swap)
+    check(engine, expected, FIRST)
+
+    def fail(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    engine.add_request([1, 2, 3], PARAMS)
+    engine.step()
+    monkeypatch.setattr(engine.runner, "read", fail)
+    engine.add_request(SECOND[:22], PARAMS)
+    engine.step()  # pages of the first prompt leave, and then the step before turns out to have failed
+    assert engine.pages.stats().num_evictions > 0
+    monkeypatch.undo()
+    while engine.has_unfinished():
+        engine.step()
+    assert swap.stats().num_prefix_pages == 0
+
+
+def test_beam_search_lets_what_it_evicts_come_back(model, expected):
+    swap = SwapSpace(40)
+    engine = make_engine(model, NUM_PAGES, swap=swap)
+    check(engine, expected, FIRST)
+    engine.beam_search([SECOND[:24]], num_beams=2, max_new_tokens=2)
+    assert engine.pages.match([*FIRST, 0]) == 0
+    check(engine, expected, FIRST)
+    assert engine.stats().num_restored_pages > 0
