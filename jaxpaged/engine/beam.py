@@ -155,8 +155,9 @@ class BeamSearch:
         )
         self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
         try:
+            self.runner.move(plan)
             with self._interrupts.allowed():
-                result = self.runner.run(plan)
+                result = self.runner.read(self.runner.dispatch(plan))
         except BaseException:  # what the cache holds now, nobody knows
             self.runner.restore_cache(is_lost=True)
             self.pages.reset()

@@ -1,4 +1,7 @@
-"""The engine: requests in, tokens out. `generate -> step -> Pipeline.advance -> schedule, dispatch, read, update`."""
+"""The engine: requests in, tokens out.
+
+`generate -> step -> Pipeline.advance -> schedule, move, dispatch, read, update`
+"""
 
 import asyncio
 import dataclasses

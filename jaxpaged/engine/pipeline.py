@@ -11,7 +11,7 @@ from jaxpaged.engine.scheduler import Scheduler
 
 
 class Pipeline:
-    """`Scheduler.schedule -> Runner.dispatch`, then `Runner.read -> Scheduler.update` of the step before.
+    """`Scheduler.schedule -> Runner.move, dispatch`, then `Runner.read -> Scheduler.update` of the step before.
 
     Args:
         interrupts: Held back by whoever calls `advance`; let through in the runner, which may take long.
@@ -46,9 +46,12 @@ class Pipeline:
         return new
 
     def _dispatch(self, plan: StepPlan) -> None:
+        in_flight = None
         try:
-            with self._interrupts.allowed():
-                in_flight, lost = self.runner.dispatch(plan)
+            lost = self.runner.move(plan)
+            if plan.requests:
+                with self._interrupts.allowed():
+                    in_flight = self.runner.dispatch(plan)
         except BaseException as error:
             self._recover(plan, error)
             if isinstance(error, Exception):  # whatever a model may raise

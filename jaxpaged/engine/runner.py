@@ -122,21 +122,13 @@ class Runner:
         self._previous = jnp.zeros(self._max_rows, jnp.int32)
         self._row_of: dict[int, int] = {}
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Computes one step, and waits for it."""
-        in_flight, _ = self.dispatch(plan)
-        return self.read(in_flight) if in_flight is not None else StepResult([])
-
-    def dispatch(self, plan: StepPlan) -> tuple[InFlight | None, list[Request]]:
-        """Starts a step, and does not wait for it.
-
-        Returns:
-            What `read` takes, or None where there is no model to run; and requests whose pages did not come back from
-            the swap space.
-        """
+    def move(self, plan: StepPlan) -> list[Request]:
+        """Brings the pages of a step to their places; the requests whose pages did not come back whole."""
         self.cache, lost = self.mover.move(self.cache, plan)
-        if not plan.requests:
-            return None, lost
+        return lost
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Starts a step whose pages are in place, and does not wait for it."""
         packed, layout, program = self._pack(plan)
         self.programs[program] = self.programs.get(program, 0) + 1
         *drawn, self.cache = self._call(self.cache, jax.device_put(packed), self._previous, layout)
@@ -146,7 +138,7 @@ class Runner:
         num_rows = num_drawn + sum(entry.num_rows for entry in plan.prompt_rows)
         in_flight = InFlight(*drawn, num_drawn=num_drawn, num_rows=num_rows)
         self._previous = in_flight.token_ids
-        return in_flight, lost
+        return in_flight
 
     def read(self, in_flight: InFlight) -> StepResult:
         """Waits for a step."""

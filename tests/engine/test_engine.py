@@ -24,7 +24,8 @@ SAMPLED = SamplingParams(max_new_tokens=9, temperature=1.3, top_k=20, top_p=0.95
 
 def carry_out(engine, plan) -> None:
     """A step by hand, in lockstep."""
-    drawn = engine.runner.run(plan)
+    engine.runner.move(plan)
+    drawn = engine.runner.read(engine.runner.dispatch(plan))
     engine.scheduler.dispatched(plan)
     engine.scheduler.update(plan, *drawn)
 

@@ -27,7 +27,7 @@ def sigint():
 
 
 class InterruptAt:
-    """Sends SIGINT before the nth line that is run in `jaxpaged/engine`.
+    """Sends SIGINT before the nth line that is run in a folder.
 
     Not before these: a trace comes to them once more on the way out, where Python looks at no signal, and what `step`
     has taken in hand to return is the caller's.
@@ -35,8 +35,9 @@ class InterruptAt:
 
     SPARED = ("with self._lock", "return told")
 
-    def __init__(self, n: int):
+    def __init__(self, n: int, folder: str = "jaxpaged/engine"):
         self.num_left = n
+        self.folder = folder
 
     def __enter__(self):
         sys.settrace(self._trace)
@@ -47,7 +48,7 @@ class InterruptAt:
 
     def _trace(self, frame, event, arg):
         name = frame.f_code.co_filename
-        if "jaxpaged/engine" not in name:
+        if self.folder not in name:
             return None
         if event == "line" and not any(text in linecache.getline(name, frame.f_lineno) for text in self.SPARED):
             self.num_left -= 1
@@ -57,10 +58,10 @@ class InterruptAt:
         return self._trace
 
 
-def every_place(run, stride: int = STRIDE) -> int:
+def every_place(run, stride: int = STRIDE, folder: str = "jaxpaged/engine") -> int:
     """Calls `run(interrupt)`, which tells whether it was interrupted, for one place after another; how many were."""
     for n in range(1, 10**6, stride):
-        interrupt = InterruptAt(n)
+        interrupt = InterruptAt(n, folder)
         assert run(interrupt) == (interrupt.num_left <= 0)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if interrupt.num_left > 0:
@@ -74,7 +75,8 @@ def solo(model):
     return lambda prompt: engine.generate([prompt], SAMPLED)[0].token_ids
 
 
-def test_step_interrupted_anywhere_loses_no_token(model, solo):
+@pytest.mark.parametrize("folder", ["jaxpaged/engine", "jaxpaged/paging"])
+def test_step_interrupted_anywhere_loses_no_token(model, solo, folder):
     """Through chunks, preemption and swap, with every step called again until nothing is left."""
     prompts = PROMPTS[1:]
     expected = [solo(prompt) for prompt in prompts]
@@ -98,10 +100,11 @@ def test_step_interrupted_anywhere_loses_no_token(model, solo):
                     tokens[token.request_id].append(token.token_id)
         assert [tuple(t) for t in tokens.values()] == expected
         assert engine.pages.num_free_pages == 16
-        assert swap.stats().num_sequences == 0
+        stats = swap.stats()
+        assert (stats.num_sequences, stats.num_used_host_pages) == (0, stats.num_prefix_pages)
         return interrupted
 
-    assert every_place(run) > 5
+    assert every_place(run, folder=folder) > 5
 
 
 def test_step_interrupted_when_all_has_ended_has_tokens_to_tell(model, monkeypatch):
