@@ -277,7 +277,7 @@ def batch_of_three() -> tuple[jp.Batch, jp.KVCache]:
     ), cache
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_plan_batch_serves_the_layers_of_each_window_and_others_make_their_own(window, monkeypatch):
     batch, cache = batch_of_three()
     q = jax.random.normal(jax.random.key(1), (3, 2, 16))
