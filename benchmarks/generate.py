@@ -5,7 +5,8 @@ from the same prompt ids, and never stop early, so that all rivals make the same
 anything is timed. Rivals of 16 prompts: `generate`, a static batch padded on the left, and `generate_batch`,
 continuous batching over a paged cache, as it comes and with its pool sized by hand; all with sdpa attention. Rival of
 one prompt: `generate`. What the engine's own options bring is measured against the engine without them: prefix caching
-where many prompts begin alike, and n-gram speculation where a text is copied. Loading and the first, compiling run of
+where many prompts begin alike, a swap space where conversations take turns in a pool for one, and n-gram speculation
+where a text is copied. Loading and the first, compiling run of
 each are not timed.
 
 What to expect: a decode step reads every weight once, 540 MB, whatever the batch. That alone bounds a single stream
@@ -17,7 +18,7 @@ import argparse
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,6 +31,7 @@ SHORTEST, LONGEST = 8, 256
 PAGE_SIZE = 16
 OURS = "jaxpaged"
 NUM_SHARING, SHARED, NUM_NEW_SHARING = 32, 512, 32
+NUM_TALKS, NUM_TURNS, NUM_NEW_TURN = 3, 4, 16
 TEXT = """
 The lighthouse stood at the end of a long spit of sand, and the only road to it was covered twice a day by the sea.
 Every keeper who had lived there left something behind: a shelf of books about birds, a telescope with a cracked lens,
@@ -65,6 +67,13 @@ def make_sharing_prompts(tokenizer) -> list[list[int]]:
     return [token_ids[:SHARED] + rest for rest in own]
 
 
+def make_turns(tokenizer) -> list[list[int]]:
+    """Conversations that take turns: each time the one before and some tokens more. They begin apart."""
+    token_ids = 3 * tokenizer.encode(" ".join(TEXT.split()))
+    talks = [token_ids[100 * i :] for i in range(NUM_TALKS)]
+    return [talk[: SHARED + 32 * turn] for turn in range(NUM_TURNS) for talk in talks]
+
+
 def make_copying_prompt(tokenizer) -> list[int]:
     """A paragraph twice, and the first words of it once more: what follows is a copy."""
     paragraph = " ".join(TEXT.split()[:96]) + "\n\n"
@@ -78,15 +87,17 @@ class Jaxpaged:
     Args:
         loaded: What `load_model` returned.
         num_new: Tokens to generate from each prompt.
+        num_pages: Of the pool; None is enough for all.
         options: Of the engine. Without prefix caching, or the second run of a prompt would find the first's pages.
     """
 
-    def __init__(self, loaded, num_new: int = NUM_NEW, **options):
+    def __init__(self, loaded, num_new: int = NUM_NEW, num_pages: int | None = None, **options):
         from jaxpaged.engine import Engine, SamplingParams, SchedulerConfig
 
         model, self.tokenizer = loaded
         num_tokens = max(NUM_PROMPTS * (LONGEST + NUM_NEW), NUM_SHARING * (SHARED + 24 + NUM_NEW_SHARING))
-        cache = model.cache_config(num_pages=num_tokens // PAGE_SIZE + 2 * NUM_SHARING, page_size=PAGE_SIZE)
+        num_pages = num_pages or num_tokens // PAGE_SIZE + 2 * NUM_SHARING
+        cache = model.cache_config(num_pages=num_pages, page_size=PAGE_SIZE)
         config = SchedulerConfig(max_model_len=1024)
         self.engine = Engine(model, cache, config, **({"prefix_caching": False} | options))
         self.params = SamplingParams(max_new_tokens=num_new)
@@ -95,6 +106,11 @@ class Jaxpaged:
         """New tokens of each prompt, with no page left from before."""
         self.engine.reset()
         return [list(output.token_ids) for output in self.engine.generate(prompts, self.params)]
+
+    def generate_in_turn(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """The same, one prompt after another."""
+        self.engine.reset()
+        return [list(self.engine.generate([prompt], self.params)[0].token_ids) for prompt in prompts]
 
 
 class Transformers:
@@ -207,21 +223,35 @@ def against_transformers(loaded, runs: int) -> list[harness.Question]:
 def against_itself(loaded, runs: int) -> list[harness.Question]:
     """What prefix caching and speculation bring, where they should."""
     from jaxpaged.engine import NgramSpeculation
+    from jaxpaged.paging import SwapSpace
 
-    def compare(prompts: list[list[int]], num_new: int, without: str, **options) -> dict[str, harness.Timing]:
-        engines = {OURS: Jaxpaged(loaded, num_new, **options), without: Jaxpaged(loaded, num_new)}
-        expected, actual = (engine.generate(prompts) for engine in engines.values())
-        check_equal(expected, actual, without)
-        rivals = {name: functools.partial(engine.generate, prompts) for name, engine in engines.items()}
+    def compare(engines: dict[str, Callable], prompts: list[list[int]]) -> dict[str, harness.Timing]:
+        expected, actual = (generate(prompts) for generate in engines.values())
+        check_equal(expected, actual, list(engines)[1])
+        rivals = {name: functools.partial(generate, prompts) for name, generate in engines.items()}
         return harness.compare(rivals, warmups=0, runs=runs)
 
-    sharing, copying = make_sharing_prompts(loaded[1]), make_copying_prompt(loaded[1])
-    uncached, undrafted = "without prefix caching", "without speculation"
-    shared = compare(sharing, NUM_NEW_SHARING, uncached, prefix_caching=True)
-    copied = compare([copying], NUM_NEW, undrafted, speculation=NgramSpeculation())
+    make = functools.partial(Jaxpaged, loaded)
+    sharing, copying, turns = (f(loaded[1]) for f in (make_sharing_prompts, make_copying_prompt, make_turns))
+    uncached, undrafted, unswapped = "without prefix caching", "without speculation", "without swap space"
+    with_cache, plain = make(NUM_NEW_SHARING, prefix_caching=True), make(NUM_NEW_SHARING)
+    shared = compare({OURS: with_cache.generate, uncached: plain.generate}, sharing)
+    drafting, plain = make(speculation=NgramSpeculation()), make()
+    copied = compare({OURS: drafting.generate, undrafted: plain.generate}, [copying])
+    for_one = {"num_new": NUM_NEW_TURN, "num_pages": 2 * SHARED // PAGE_SIZE, "prefix_caching": True}
+    swapping, plain = make(**for_one, swap=SwapSpace(NUM_TALKS * 2 * SHARED // PAGE_SIZE)), make(**for_one)
+    in_turn = compare({OURS: swapping.generate_in_turn, unswapped: plain.generate_in_turn}, turns)
     work = f"{NUM_SHARING} prompts that share {SHARED} tokens, {NUM_NEW_SHARING} new tokens each"
     return [
         question(f"{work}: prefix caching", uncached, 3, shared, NUM_SHARING * NUM_NEW_SHARING),
+        question(
+            f"{NUM_TALKS} conversations of {len(turns[0])} to {len(turns[-1])} tokens take {NUM_TURNS} turns each in a "
+            f"pool for one, {NUM_NEW_TURN} new tokens a turn: evicted prefixes kept",
+            unswapped,
+            None,
+            in_turn,
+            len(turns) * NUM_NEW_TURN,
+        ),
         question(
             f"a text copied, {len(copying)} tokens, {NUM_NEW} new ones: n-gram drafts", undrafted, 1.5, copied, NUM_NEW
         ),
