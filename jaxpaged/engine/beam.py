@@ -53,7 +53,7 @@ class BeamSearch:
 
     Args:
         new_id: Gives a name to each sequence.
-        interrupts: Held back by whoever calls `run`; let through in the runner.
+        interrupts: Held back by whoever calls `run`; let through where the model is called and waited for.
 
     Attributes:
         num_steps: That it ran.

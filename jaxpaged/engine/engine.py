@@ -197,8 +197,8 @@ class Engine:
 
         Empty while a long prompt is being read, while the first step runs, and when nothing is left to do. A step that
         raises ends its requests with the cause; the others go on, those whose pages it took with it from their start.
-        Ctrl-C comes through while the device is waited for, and loses no token: all start over, with the tokens that
-        they have generated, at the next call.
+        Ctrl-C comes through while the model compiles or its tokens are waited for, and loses none. Where it comes while
+        the model is called, all start over at the next call, with the tokens that they have generated.
         """
         with self._lock:
             self._advance()
@@ -230,8 +230,7 @@ class Engine:
         with self._interrupts.deferred():
             if self._lock.acquire(blocking=False):
                 try:
-                    self._take_aborts()
-                    self._deliver(self.scheduler.take_ended(), others=[])  # who aborts knows of it
+                    self._carry_out_aborts()
                 finally:
                     self._lock.release()
 
@@ -387,11 +386,12 @@ class Engine:
 
     def reset(self) -> None:
         """Aborts all requests, forgets their tokens and all cached prefixes, in the swap space too. Counts stay."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        self._untold = []
-        self.pages.reset()
-        self.runner.mover.forget_prefixes()
+        with self._lock, self._interrupts.deferred():
+            self._aborts.extend(self._requests)
+            self._carry_out_aborts()
+            self._untold = []
+            self.pages.reset()
+            self.runner.mover.forget_prefixes()
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and what it holds now."""
@@ -414,6 +414,10 @@ class Engine:
             self._deliver(new, others=self._untold)
             if new or self.pipeline.num_steps > num_steps:
                 self._times.add(time.perf_counter() - begin, self.pipeline.waited_s, len(new))
+
+    def _carry_out_aborts(self) -> None:
+        self._take_aborts()
+        self._deliver(self.scheduler.take_ended(), others=[])  # who aborts knows of it
 
     def _take_aborts(self) -> None:
         while self._aborts:

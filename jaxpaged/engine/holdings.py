@@ -129,10 +129,11 @@ class Holdings:
         return self.pages.append(request.request_id, missing)
 
     def take_evictions(self) -> list[Eviction]:
-        """Contents that were given up since the last call and that the swap space does not have."""
+        """Contents given up since the last call that the swap space lacks and has room for, the last used of them."""
         if self.swap is None:
             return []
-        return [eviction for eviction in self.pages.take_evictions() if not self.swap.has(eviction.digest)]
+        evictions = [eviction for eviction in self.pages.take_evictions() if not self.swap.has(eviction.digest)]
+        return evictions[max(0, len(evictions) - self.swap.num_free_pages) :]
 
     def commit(self, request: Request) -> None:
         """Makes the full pages that a request has computed findable."""

@@ -1,4 +1,4 @@
-"""Ctrl-C only where it can do no harm: while the device is waited for, and never in the middle of bookkeeping."""
+"""Ctrl-C only where it can do no harm: while the model runs, and never in the middle of bookkeeping."""
 
 import contextlib
 import signal

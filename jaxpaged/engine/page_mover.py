@@ -1,10 +1,12 @@
 """Pages on the move before a step: out to the swap space, from page to page, and back in.
 
-Evicted pages leave without being waited for: they reach the space with the next step, or are lost if one fails.
+Evicted pages leave without being waited for: they reach the space with the next step, or are lost if one fails. To keep
+them is no part of any step: where the space cannot take them, there is a warning.
 
 Pages go a fixed number at a time, padded, so that each of the three is one program however many there are.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +24,8 @@ from jaxpaged.paging.page_layout import Block
 from jaxpaged.paging.swap import SwapSpace
 
 _AT_ONCE = 16
+_MAX_UNDERWAY = 4
+"""Copies of so many pages that may take the device's memory together."""
 
 
 class PageMover:
@@ -38,6 +42,8 @@ class PageMover:
             digests, page_ids = zip(*plan.evictions[begin : begin + _AT_ONCE], strict=True)
             block = _export_pages(cache, _padded(np.array(page_ids, np.int32), NULL_PAGE))
             self._leaving.append((list(digests), block.to_pinned_memory()))
+            if len(self._leaving) >= _MAX_UNDERWAY:
+                jax.block_until_ready(self._leaving[-_MAX_UNDERWAY][1])
         for request_id, page_ids in plan.swap_outs:
             assert self.swap is not None
             self.swap.put_sequence(request_id, _export(cache, page_ids))
@@ -69,9 +75,14 @@ class PageMover:
     def keep_leaving(self) -> None:
         """Puts the pages that are on their way into the swap space."""
         leaving, self._leaving = self._leaving, []
-        for digests, block in leaving:
-            assert self.swap is not None
-            put_evicted(self.swap, digests, {name: x[:, : len(digests)] for name, x in block.to_host().items()})
+        try:
+            for digests, block in leaving:
+                assert self.swap is not None
+                put_evicted(self.swap, digests, {name: x[:, : len(digests)] for name, x in block.to_host().items()})
+        except (OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
+            warnings.warn(
+                f"Evicted pages are lost, for they could not be kept: {error!r}", RuntimeWarning, stacklevel=2
+            )
 
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the programs, by moving nothing."""

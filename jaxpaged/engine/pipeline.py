@@ -14,7 +14,7 @@ class Pipeline:
     """`Scheduler.schedule -> Runner.move, dispatch`, then `Runner.read -> Scheduler.update` of the step before.
 
     Args:
-        interrupts: Held back by whoever calls `advance`; let through in the runner, which may take long.
+        interrupts: Held back by whoever calls `advance`; let through where the model is called or waited for.
 
     Attributes:
         num_steps: Started so far.

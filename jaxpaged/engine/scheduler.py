@@ -135,7 +135,7 @@ class Scheduler:
         self,
         plan: StepPlan,
         token_ids: Sequence[int],
-        non_finite: Collection[int] = frozenset(),
+        non_finite: frozenset[int] = frozenset(),
         logprobs: StepLogprobs | None = None,
     ) -> list[NewToken]:
         """Takes in the token that followed each request of a step, and each of its drafts.
@@ -269,7 +269,12 @@ class Scheduler:
                 return
             self.waiting.remove(request)
             bisect.insort(self.running, request, key=_ORDER)
-            self.holdings.begin(request, step)
+            try:
+                self.holdings.begin(request, step)
+            except BaseException as error:  # of the swap space
+                if not isinstance(error, Exception):
+                    raise
+                self.end([request], FinishReason.ERROR, error)
 
     def _is_being_computed(self, request: Request, step: StepBuilder) -> bool:
         """Whether pages that it could share are on their way.
@@ -308,7 +313,7 @@ class Scheduler:
         return victim
 
     def _drawn(
-        self, plan: StepPlan, token_ids: Sequence[int], non_finite: Collection[int], logprobs: StepLogprobs | None
+        self, plan: StepPlan, token_ids: Sequence[int], non_finite: frozenset[int], logprobs: StepLogprobs | None
     ) -> Iterator[tuple[Request, int]]:
         """The tokens of a step that count: none inside a prompt, and of drafts those that stand and one more.
 
@@ -323,6 +328,8 @@ class Scheduler:
             rows = range(row, row + 1 + num_accepted)
             row += len(tokens)
             if not samples or request.finish_reason is not None:
+                if not non_finite.isdisjoint(range(rows.start, row)):
+                    self._end_non_finite(request, "inside its prompt")
                 continue
             request.num_computed_tokens += num_accepted
             request.num_tokens += num_accepted
@@ -332,7 +339,7 @@ class Scheduler:
                 if request.finish_reason is not None:
                     break
                 if i in non_finite:
-                    self._end_non_finite(request, request.num_known)
+                    self._end_non_finite(request, f"after token {request.num_known}")
                     break
                 if logprobs is not None and num_top is not None:
                     request.logprobs.append(logprobs.of(i, token_id, num_top))
@@ -351,7 +358,7 @@ class Scheduler:
         request.output_text += text
         return text
 
-    def _take_prompt_logprobs(self, plan: StepPlan, non_finite: Collection[int], logprobs: StepLogprobs) -> None:
+    def _take_prompt_logprobs(self, plan: StepPlan, non_finite: frozenset[int], logprobs: StepLogprobs) -> None:
         """Those of prompt tokens, each once: a request that started over computes some again."""
         for entry, rows, positions in locate_prompt_rows(plan.prompt_rows, plan.num_new_tokens, plan.num_drafts):
             request = plan.requests[entry.place]
@@ -361,21 +368,19 @@ class Scheduler:
                     continue
                 if row in non_finite:
                     for sample in request.samples or (request,):  # that have the same prompt
-                        if sample.finish_reason is None:
-                            self._end_non_finite(sample, position + 1)
+                        self._end_non_finite(sample, f"after token {position + 1}")
                 else:
                     known.append(logprobs.of(row, prompt[position + 1], request.params.prompt_logprobs or 0))
 
-    def _end_non_finite(self, request: Request, num_tokens: int) -> None:
-        """Ends a request with the count of its tokens that preceded the logits."""
-        error = FloatingPointError(
-            f"Request {request.request_id}: the model's logits after token {num_tokens} are not finite."
-        )
+    def _end_non_finite(self, request: Request, where: str) -> None:
+        """Ends a request, unless it has ended while the step ran, and forgets what it wrote."""
         if self.pages.prefix_caching:  # nobody may find what it wrote, be it preempted by now
             begin = (request.num_prefix_tokens or 0) // self.pages.page_size
             wrote = self.pages.explain(request.known_tokens())[begin:]
             self.pages.forget_pages(np.array([page.page_id for page in wrote if page.page_id], np.int32))
-        self._end(request, FinishReason.ERROR, error)
+        if request.finish_reason is None:
+            error = FloatingPointError(f"Request {request.request_id}: the model's logits {where} are not finite.")
+            self._end(request, FinishReason.ERROR, error)
 
     def _end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> str:
         """Ends a request and frees its pages; `_forget_ended` then takes it from the lists. Returns the last text."""

@@ -9,7 +9,6 @@ import numpy.typing as npt
 from jaxpaged.config import NULL_PAGE
 from jaxpaged.paging.allocator import PageAllocator
 from jaxpaged.paging.page_layout import Block
-from jaxpaged.paging.pool import OutOfPagesError
 from jaxpaged.paging.swap import SwapSpace
 
 
@@ -63,20 +62,20 @@ def read_restored(
 ) -> tuple[Restored, int]:
     """The pages that an `add` found in the space, and how many tokens are in the cache once they are imported.
 
-    Args, Raises: As `exchange_pages`.
+    Args, Raises: As `exchange_pages`. Whatever is raised, the sequence is freed.
     """
     restores = pages.take_restores()
-    block, is_found = space.get_pages([restore.digest for restore in restores])
     page_ids = np.array([restore.page_id for restore in restores], np.int32)
-    if not is_found.all():
-        num_whole = min(num_prefix_tokens, _num_whole_tokens(pages, seq_id, page_ids[~is_found]))
-        num_prefix_tokens = 0 if _window_has_passed(pages, seq_id, num_whole) else num_whole
-        try:
+    try:
+        block, is_found = space.get_pages([restore.digest for restore in restores])
+        if not is_found.all():
+            num_whole = min(num_prefix_tokens, _num_whole_tokens(pages, seq_id, page_ids[~is_found]))
+            num_prefix_tokens = 0 if _window_has_passed(pages, seq_id, num_whole) else num_whole
             pages.invalidate(seq_id, num_whole)
-        except OutOfPagesError:
-            pages.forget_pages(page_ids)  # or others would hit them
-            pages.free(seq_id)
-            raise
+    except BaseException:
+        pages.forget_pages(page_ids)  # or others would hit them
+        pages.free(seq_id)
+        raise
     return Restored(page_ids[is_found], block), num_prefix_tokens
 
 

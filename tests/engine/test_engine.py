@@ -454,6 +454,26 @@ def test_logits_not_finite_of_a_request_preempted_meanwhile_leave_nothing_to_hit
     assert engine.pages.num_free_pages == 79
 
 
+def test_logits_not_finite_of_a_request_aborted_meanwhile_leave_nothing_to_hit(model):
+    engine = make_engine(Broken(model, 63, "nan"))
+    request_id = engine.add_request([*range(14), 63], good_params(model))
+    engine.step()
+    engine.abort(request_id)
+    assert engine.pages.match([*range(14), 62]) == 12  # nobody knows yet
+    [_] = engine.generate([[1, 2]], good_params(model))
+    assert engine.pages.match([*range(14), 62]) == 0
+
+
+def test_logits_not_finite_inside_a_prompt_end_it_there(model):
+    engine = make_engine(Broken(model, 63, "nan"))
+    bad = engine.add_request([*range(15), 63, *range(40)], good_params(model))
+    good = engine.add_request(GOOD, good_params(model))
+    ends = {token.request_id: token for token in iter_steps(engine) if token.finish_reason is not None}
+    assert str(ends[bad].error) == f"Request {bad}: the model's logits inside its prompt are not finite."
+    assert engine.pages.match([*range(15), 62]) == 0
+    assert ends[good].finish_reason is FinishReason.LENGTH
+
+
 def test_model_whose_logits_have_a_row_a_token_is_refused(model):
     def every_token(model, cache, batch):
         logits, cache = model(cache, batch)

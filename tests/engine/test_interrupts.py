@@ -143,6 +143,30 @@ def test_generate_interrupted_anywhere_leaves_nothing_behind(model, solo):
     assert every_place(run) > 3
 
 
+def test_reset_interrupted_anywhere_can_be_called_again(model):
+    def run(interrupt):
+        swap = SwapSpace(40)
+        engine = make_engine(model, 17, swap=swap)
+        for prompt in PROMPTS[1:]:
+            engine.add_request(prompt, SAMPLED)
+        for _ in range(9):
+            engine.step()
+        interrupted = False
+        try:
+            with interrupt:
+                engine.reset()
+        except KeyboardInterrupt:
+            interrupted = True
+            engine.reset()  # it may not have begun
+        stats = swap.stats()
+        assert stats.num_used_host_pages == stats.num_sequences == 0
+        assert not engine.has_unfinished()
+        assert engine.pages.num_free_pages == 16
+        return interrupted
+
+    assert every_place(run, 13, "jaxpaged") > 5
+
+
 def test_beam_search_interrupted_anywhere_gives_its_pages_back(model):
     arguments = {"num_beams": 3, "max_new_tokens": 6}
     expected = make_engine(model).beam_search(PROMPTS[:2], **arguments)

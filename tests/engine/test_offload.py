@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from jaxpaged.engine import Engine, FinishReason, SamplingParams
+from jaxpaged.engine.plan import StepPlan
+from jaxpaged.paging import Eviction, PageCopy
+from jaxpaged.paging.offload import Restored
 from jaxpaged.paging.swap import SwapSpace
 from tests.engine.test_engine import BAD, Broken, good_params, solo
 from tests.engine.tiny import LIMITS, make_engine
@@ -144,6 +147,109 @@ def test_step_whose_result_cannot_be_read_drops_what_is_on_its_way(model, expect
     while engine.has_unfinished():
         engine.step()
     assert swap.stats().num_prefix_pages == 0
+
+
+def test_prefix_that_cannot_be_read_fails_its_request_alone_and_is_not_hit(model, expected, monkeypatch):
+    swap = SwapSpace(40)
+    engine = make_engine(model, NUM_PAGES, swap=swap)
+    check(engine, expected, FIRST, SECOND)
+
+    def fail(*_):
+        raise MemoryError("no room for the block")
+
+    monkeypatch.setattr(SwapSpace, "get_pages", fail)
+    bad, good = engine.add_request(FIRST, PARAMS), engine.add_request([1, 2, 3], PARAMS)
+    tokens = []
+    while engine.has_unfinished():
+        tokens += engine.step()
+    ends = {token.request_id: token for token in tokens if token.finish_reason is not None}
+    assert isinstance(ends[bad].error, MemoryError)
+    assert ends[good].finish_reason is FinishReason.LENGTH
+    monkeypatch.undo()
+    check(engine, expected, FIRST, SECOND)
+
+
+def test_evicted_pages_that_cannot_be_kept_are_lost_with_a_warning(model, expected, tmp_path):
+    swap = SwapSpace(0, file=tmp_path / "nowhere" / "swap", num_file_pages=40)
+    engine = make_engine(model, NUM_PAGES, swap=swap)
+    check(engine, expected, FIRST)
+    with pytest.warns(RuntimeWarning, match=r"^Evicted pages are lost, for they could not be kept: FileNotFoundError"):
+        check(engine, expected, SECOND)
+    assert swap.stats().num_prefix_pages == 0
+
+
+def test_step_that_fails_before_pages_came_back_lets_nobody_hit_them(model, expected, monkeypatch):
+    engine = make_engine(model, NUM_PAGES, swap=SwapSpace(40))
+    check(engine, expected, FIRST, SECOND)
+    move = engine.runner.mover.move
+
+    def fail(cache, plan):
+        if plan.restores:
+            raise RuntimeError("before anything moved")
+        return move(cache, plan)
+
+    monkeypatch.setattr(engine.runner.mover, "move", fail)
+    with pytest.raises(RuntimeError, match="before anything moved"):
+        engine.generate([FIRST], PARAMS)
+    monkeypatch.undo()
+    check(engine, expected, FIRST)
+
+
+def test_pages_that_have_left_are_not_kept_again(model, expected):
+    swap = SwapSpace(40)
+    engine = make_engine(model, NUM_PAGES, swap=swap)
+    check(engine, expected, FIRST, SECOND)
+    swap.drop_pages()
+    num_evictions = engine.pages.stats().num_evictions
+    run(engine, [1, 2, 3])
+    assert swap.stats().num_prefix_pages == engine.pages.stats().num_evictions - num_evictions < 6
+
+
+def test_move_exports_before_it_copies_and_imports_after(model):
+    engine = make_engine(model, swap=SwapSpace(40))
+    run(engine, FIRST)  # pages 1 to 6 and on
+    mover, cache = engine.runner.mover, engine.runner.cache
+    before = cache.export_pages(np.arange(9)).to_host()
+    block = {name: x[:, [3]] for name, x in before.items()}
+    plan = StepPlan(
+        requests=(),
+        num_new_tokens=(),
+        samples=(),
+        evictions=tuple(Eviction(bytes([i]) * 16, i) for i in (1, 2)),
+        page_copies=(PageCopy(2, 1), PageCopy(4, 5)),
+        restores=(Restored(np.array([2, 5], np.int32), {name: np.repeat(x, 2, axis=1) for name, x in block.items()}),),
+    )
+    cache, _ = mover.move(cache, plan)
+    mover.keep_leaving()
+    kept, found = mover.swap.get_pages([bytes([i]) * 16 for i in (1, 2)])
+    assert found.all()
+    after = cache.export_pages(np.arange(9)).to_host()
+    for name, x in before.items():
+        np.testing.assert_array_equal(kept[name], x[:, 1:3])
+        np.testing.assert_array_equal(after[name][:, 1:6], x[:, [2, 3, 3, 4, 3]])
+
+
+def test_hundreds_of_pages_leave_in_one_step(model):
+    engine = make_engine(model, 400, dataclasses.replace(LIMITS, max_num_seqs=1), swap=SwapSpace(300))
+    cache = engine.runner.cache
+    evictions = tuple(Eviction(i.to_bytes(16, "big"), i) for i in range(1, 280))
+    plan = StepPlan(requests=(), num_new_tokens=(), samples=(), evictions=evictions)
+    engine.runner.mover.move(cache, plan)
+    engine.runner.mover.keep_leaving()
+    assert engine.runner.mover.swap.stats().num_prefix_pages == 279
+
+
+def test_evictions_are_those_that_the_space_has_room_for(model, expected):
+    engine = make_engine(model, NUM_PAGES, swap=SwapSpace(2))
+    check(engine, expected, FIRST)
+    plans, move = [], engine.runner.mover.move
+    engine.runner.mover.move = lambda cache, plan: plans.append(plan) or move(cache, plan)
+    check(engine, expected, SECOND)
+    assert max(len(plan.evictions) for plan in plans) == 2
+    plain = make_engine(model, NUM_PAGES)
+    check(plain, expected, FIRST, SECOND)
+    assert plain.pages.stats().num_evictions > 0
+    assert plain.pages.take_evictions() == []
 
 
 def test_beam_search_lets_what_it_evicts_come_back(model, expected):

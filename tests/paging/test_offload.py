@@ -301,6 +301,7 @@ def test_exchange_pages_without_room_for_the_window_frees_the_sequence_and_nobod
     assert pages.num_free_pages == free
     assert pages.match([*PROMPT, 7]) == 0
     assert [page.page_id for page in pages.explain(PROMPT[:16])] == [0] * 4  # others were found, but not imported
+    assert pages.take_evictions() == []
 
 
 def test_invalidate_without_room_for_the_window_changes_nothing():
