@@ -25,7 +25,7 @@ from jaxpaged.paging.swap import SwapSpace
 
 _AT_ONCE = 16
 _MAX_UNDERWAY = 4
-"""Copies of so many pages that may take the device's memory together."""
+"""So many times as many evicted pages may take the device's memory a second time, on their way out."""
 
 
 class PageMover:
