@@ -149,6 +149,7 @@ def test_sampling_params_out_of_range_are_named(change, message):
         dataclasses.replace(SAMPLED, **change).check()
 
 
+@pytest.mark.slow
 def test_generate_of_any_lengths_compiles_a_bounded_number_of_programs(model):
     """Traces, counted: bucketed shapes only, however many different batches there were."""
     traced = []
@@ -650,7 +651,13 @@ def test_generate_where_every_prompt_fails_raises_the_cause(model):
 # Features that must not change a token
 
 
-@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=24), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(SamplingParams(max_new_tokens=24), id="greedy"),
+        pytest.param(SAMPLED, id="sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_generate_with_speculation_gives_the_same_tokens_in_fewer_steps(model, params):
     prompts = [[3, 4, 5, 6] * 6, PROMPTS[1], [7] * 20]
     expected = [solo(model, p, params) for p in prompts]
