@@ -6,8 +6,7 @@ anything is timed. Rivals of 16 prompts: `generate`, a static batch padded on th
 continuous batching over a paged cache, as it comes and with its pool sized by hand; all with sdpa attention. Rival of
 one prompt: `generate`. What the engine's own options bring is measured against the engine without them: prefix caching
 where many prompts begin alike, a swap space where conversations take turns in a pool for one, and n-gram speculation
-where a text is copied. Loading and the first, compiling run of
-each are not timed.
+where a text is copied. Loading and the first, compiling run of each are not timed.
 
 What to expect: a decode step reads every weight once, 540 MB, whatever the batch. That alone bounds a single stream
 (at 10 GB/s 54 ms a token). A step of 16 multiplies 4.3 GFLOP, a prompt 0.2 a token, at about the same rate on all
@@ -221,7 +220,7 @@ def against_transformers(loaded, runs: int) -> list[harness.Question]:
 
 
 def against_itself(loaded, runs: int) -> list[harness.Question]:
-    """What prefix caching and speculation bring, where they should."""
+    """What prefix caching, a swap space and speculation bring, where they should."""
     from jaxpaged.engine import NgramSpeculation
     from jaxpaged.paging import SwapSpace
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from jaxpaged.config import NULL_PAGE
 from jaxpaged.paging.allocator import PageAllocator
 from jaxpaged.paging.page_layout import Block
+from jaxpaged.paging.reports import Eviction
 from jaxpaged.paging.swap import SwapSpace
 
 
@@ -43,14 +44,19 @@ def exchange_pages(
     Raises:
         OutOfPagesError: A page was lost, and too few are free to compute the sequence anew. It is freed: add it again
             later.
+        OSError: The file of the space cannot be made or written. Where pages were to come in, the sequence is freed.
     """
     try:  # Read first: to make room for the evicted, the space may give up just those that are wanted.
         (page_ids, block), num_prefix_tokens = read_restored(pages, space, seq_id, num_prefix_tokens)
-    finally:
-        evictions = pages.take_evictions()
-        if evictions:
-            evicted = cache.export_pages(np.array([eviction.page_id for eviction in evictions], np.int32))
-            put_evicted(space, [eviction.digest for eviction in evictions], evicted.to_host())
+    except BaseException:
+        _keep(space, cache, pages.take_evictions())
+        raise
+    try:
+        _keep(space, cache, pages.take_evictions())
+    except BaseException:
+        if len(page_ids):
+            _give_up(pages, seq_id, page_ids)
+        raise
     if len(page_ids):
         empty = cache.export_pages(np.zeros(0, np.int32))
         cache = cache.import_pages(page_ids, type(empty).from_host(block))
@@ -73,8 +79,7 @@ def read_restored(
             num_prefix_tokens = 0 if _window_has_passed(pages, seq_id, num_whole) else num_whole
             pages.invalidate(seq_id, num_whole)
     except BaseException:
-        pages.forget_pages(page_ids)  # or others would hit them
-        pages.free(seq_id)
+        _give_up(pages, seq_id, page_ids)
         raise
     return Restored(page_ids[is_found], block), num_prefix_tokens
 
@@ -84,6 +89,19 @@ def put_evicted(space: SwapSpace, digests: Sequence[bytes], block: Block) -> Non
     first = max(0, len(digests) - space.num_free_pages)
     if first < len(digests):
         space.put_pages(digests[first:], {name: x[:, first:] for name, x in block.items()})
+
+
+def _keep(space: SwapSpace, cache: Any, evictions: list[Eviction]) -> None:
+    """Moves evicted pages out of a cache."""
+    if evictions:
+        block = cache.export_pages(np.array([eviction.page_id for eviction in evictions], np.int32))
+        put_evicted(space, [eviction.digest for eviction in evictions], block.to_host())
+
+
+def _give_up(pages: PageAllocator, seq_id: Hashable, page_ids: npt.NDArray[np.int32]) -> None:
+    """Frees a sequence whose pages do not come in, so that nobody hits them."""
+    pages.forget_pages(page_ids)
+    pages.free(seq_id)
 
 
 def _window_has_passed(pages: PageAllocator, seq_id: Hashable, num_tokens: int) -> bool:

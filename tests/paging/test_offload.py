@@ -220,6 +220,25 @@ def test_exchange_pages_of_a_space_too_small_keeps_the_heads_of_chains(offload):
     assert add_and_free(pages, space, cache, "a", [1] * 8) == 6
 
 
+def test_exchange_pages_where_the_evicted_cannot_be_kept_brings_nothing_in_and_frees_the_sequence(offload, monkeypatch):
+    pages, space, cache = offload
+    add_and_free(*offload, "a", [1] * 8)
+    add_and_free(*offload, "b", [2] * 8)
+    space.drop_pages([d.tobytes() for d in pages.cached_pages().digests])  # so that those of "b" are to be written
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(SwapSpace, "put_pages", fail)
+    num_cached = pages.add("a", [1] * 8, host=space)
+    assert num_cached == 6
+    with pytest.raises(OSError, match="no space left"):
+        exchange_pages(pages, space, cache, "a", num_cached)
+    assert "a" not in pages
+    assert pages.num_free_pages == 4
+    assert pages.match([1] * 9) == 0
+
+
 @pytest.mark.parametrize(("damaged", "expected"), [(0, 0), (1, 2), (2, 4)])
 def test_exchange_pages_with_a_damaged_page_computes_from_there(tmp_path, damaged, expected):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
