@@ -30,7 +30,7 @@ fi
 } | tee "$out/machine.txt"
 
 # Without the project's own options and conftest, which want pytest-xdist and hypothesis.
-timeout --kill-after=10 "$tests_limit" "$python" -m pytest tests/ops/test_triton_gpu.py -q -p no:cacheprovider \
+timeout --kill-after=10 "$tests_limit" "$python" -m pytest tests/ops/attention/test_triton_gpu.py -q -p no:cacheprovider \
     --noconftest -o addopts="--import-mode=importlib" -o filterwarnings=default --durations=5 -rs 2>&1 |
     tee "$out/tests.txt"
 tests=${PIPESTATUS[0]}

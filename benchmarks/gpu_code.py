@@ -26,8 +26,9 @@ import rich.table
 
 from benchmarks import harness, programs
 from benchmarks.programs import ATTENTION, LLAMA_8B
-from jaxpaged.aot import GPUS, Program
-from jaxpaged.sass import WIDE_COPY
+from jaxpaged.inspect.aot import GPUS, CompiledProgram
+from jaxpaged.inspect.sass import WIDE_COPY
+from jaxpaged.ops.attention.tilings import TILINGS, Tiling
 
 # What a compiler says of what it cannot do.
 _REFUSALS = (NotImplementedError, ValueError, TypeError, AssertionError, jax.errors.JaxRuntimeError)
@@ -132,11 +133,27 @@ def measure_step(gpu: str) -> dict:
     }
 
 
-def _once(program: Program, a_layer: dict[str, int]) -> dict[str, int]:
+def _once(program: CompiledProgram, a_layer: dict[str, int]) -> dict[str, int]:
     """Kernels that are not part of a layer, and how often they run."""
     rest = collections.Counter(programs.base_name(x) for x in program.launches)
     rest.subtract({name: n * LLAMA_8B.num_layers for name, n in a_layer.items()})
     return {name: n for name, n in rest.items() if n}
+
+
+def show_tilings(console: rich.console.Console) -> None:
+    """Registers a thread of the call that takes each row of the table of tiles, by GPU; spilled bytes behind a +."""
+    table = rich.table.Table(*Tiling._fields, *GPUS)
+    for tiling in TILINGS:
+        call, found = programs.call_of(tiling), []
+        for gpu in GPUS:
+            kernel = programs.read_attention(programs.compile_attention(call, gpu), call, gpu).launch.kernel
+            found.append(
+                "unknown"
+                if kernel is None
+                else f"{kernel.registers}" + f"+{kernel.spill_bytes}" * bool(kernel.spill_bytes)
+            )
+        table.add_row(*map(str, tiling), *found)
+    console.print(table)
 
 
 def verdicts(rows: list[dict], step: dict | None) -> list[tuple[str, str, bool]]:
@@ -187,11 +204,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", choices=GPUS, action="append", help="one of them; again for more; default: all")
     parser.add_argument("--call", choices=ATTENTION, action="append", help="likewise")
+    parser.add_argument("--tilings", action="store_true", help="the table of tiles with its registers, nothing else")
     parser.add_argument("--no-step", action="store_true", help="leave the decode step out")
     args = parser.parse_args()
     console = rich.console.Console()
     if not console.is_terminal:
         console.width = 180
+    if args.tilings:
+        show_tilings(console)
+        return
     rows = list(rows_of(args.gpu or list(GPUS), args.call or list(ATTENTION)))
     show(rows, console)
     step = None if args.no_step else measure_step("h200")

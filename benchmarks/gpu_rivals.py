@@ -19,9 +19,9 @@ import numpy as np
 
 import jaxpaged as jp
 from benchmarks.workloads import Append, Workload
+from jaxpaged.cache.quantize import measure_scale, quantize
 from jaxpaged.config import NULL_PAGE, AttentionConfig, cdiv
-from jaxpaged.ops.attention import Backend
-from jaxpaged.quantize import measure_scale, quantize
+from jaxpaged.ops.attention.partition import make_partition
 
 # What a rival says of what it cannot do. XLA's own errors are RuntimeErrors.
 REFUSALS = (NotImplementedError, ValueError, TypeError, AssertionError, RuntimeError)
@@ -107,11 +107,11 @@ def jaxpaged(
     inputs: Inputs,
     num_calls: int,
     *,
-    backend: Backend,
+    backend: str,
     dtype: str = "bfloat16",
     config: AttentionConfig | None = None,
 ) -> Program:
-    """This package. The plan is made once a program, as a model makes it once a step."""
+    """This package. The partition is made once a program, as a model makes it once a step."""
     w, scales, pages = inputs.workload, (None, None), (inputs.k_pages, inputs.v_pages)
     if dtype != "bfloat16":
         encode = jax.jit(lambda x: (quantize(x, scale := measure_scale(x, dtype), dtype), scale))
@@ -120,10 +120,15 @@ def jaxpaged(
 
     @jax.jit
     def fn(q, layers, k, v, k_scale, v_scale, table, lens, cu):
-        plan = None
+        partition = None
         if backend in ("triton", "interpret"):
-            plan = jp.make_plan(
-                lens, cu, num_tokens=w.num_tokens, sliding_window=w.sliding_window, max_len=2**20, config=config
+            partition = make_partition(
+                jp.Ragged(page_table=table, seq_lens=lens, cu_q_lens=cu),
+                jp.AttentionOptions(sliding_window=w.sliding_window, config=config),
+                num_tokens=w.num_tokens,
+                num_q_heads=q.shape[1],
+                num_kv_heads=k.shape[2],
+                page_size=k.shape[3],
             )
         outs = []
         for layer in layers:
@@ -138,7 +143,7 @@ def jaxpaged(
                 k_scale=k_scale,
                 v_scale=v_scale,
                 sliding_window=w.sliding_window,
-                plan=plan,
+                partition=partition,
                 backend=backend,
             )
             outs.append(q)

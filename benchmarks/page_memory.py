@@ -66,10 +66,10 @@ def time_lookup(num_pages: int, num_tokens: int, runs: int) -> float:
     tokens = np.random.default_rng(1).integers(0, 128_000, num_tokens + 1).astype(np.int32)
     pages.add("prompt", tokens)
     pages.commit("prompt", tokens)
-    found = pages.match(tokens)
+    found = pages.prefix.match(tokens)
     if found != num_tokens:
         raise SystemExit(f"expected a hit of {num_tokens} tokens; got {found}.")
-    return median_ms(functools.partial(pages.match, tokens), runs)
+    return median_ms(functools.partial(pages.prefix.match, tokens), runs)
 
 
 def time_eviction(num_pages: int, runs: int) -> float:

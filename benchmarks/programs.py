@@ -1,13 +1,14 @@
 """What is compiled for GPUs that are not there: attention calls, JAX's own, and one decode step of a large model.
 
-Shapes only: nothing here holds a value or needs a device. The tests under `tests/ops/test_triton_aot.py` compile the
-same programs as `benchmarks/gpu_code.py`.
+Shapes only: nothing here holds a value or needs a device. `tests/ops/attention/test_triton_aot.py` compiles the same
+programs as `benchmarks/gpu_code.py`.
 """
 
 import collections
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 import warnings
 
@@ -16,13 +17,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxpaged as jp
-from jaxpaged.aot import GPUS, Launch, Program, compile_for
-from jaxpaged.config import AttentionConfig, LlamaConfig
+from jaxpaged.cache.quantize import is_quantized
+from jaxpaged.config import AttentionConfig
+from jaxpaged.inspect.aot import GPUS, CompiledProgram, Launch, compile_for
+from jaxpaged.inspect.sass import MATRIX, WIDE_COPY, Code, read_sass
+from jaxpaged.models.config import LlamaConfig
 from jaxpaged.models.llama import Llama
-from jaxpaged.ops.plan import make_plan
-from jaxpaged.ops.triton import paged_attention_triton
-from jaxpaged.quantize import is_quantized
-from jaxpaged.sass import MATRIX, WIDE_COPY, Code, read_sass
+from jaxpaged.ops.attention.partition import make_partition
+from jaxpaged.ops.attention.tilings import Tiling, choose_tiling
+from jaxpaged.ops.attention.triton import paged_attention_triton
 
 _shape = jax.ShapeDtypeStruct
 DEFAULT = AttentionConfig()
@@ -103,51 +106,61 @@ ATTENTION = {
 
 
 @functools.cache
-def compile_attention(call: Attention, gpu: str) -> Program:
-    """One call with a plan made before, as in a model: the plan is made once a step."""
-    heads, dtype = (call.num_q_heads, call.num_kv_heads), jnp.dtype(call.dtype)
-    num_tokens = NUM_SEQS * call.q_len
+def compile_attention(call: Attention, gpu: str) -> CompiledProgram:
+    """One call with a partition made before, as in a model: the partition is made once a step."""
+    q, view, ragged, options = values_of(call, gpu)
+    return compile_for(
+        lambda q, cache, ragged, options: paged_attention_triton(q, cache.layer(1), ragged, options),
+        *(q, view.cache, ragged, options),
+        gpu=gpu,
+    )
+
+
+def values_of(call: Attention, gpu: str) -> tuple[jax.ShapeDtypeStruct, jp.LayerView, jp.Ragged, jp.AttentionOptions]:
+    """What a backend takes, in shapes. The step is cut for the GPU."""
+    dtype = jnp.dtype(call.dtype)
     pages = _shape((2, NUM_PAGES, call.num_kv_heads, call.page_size, call.head_dim), dtype)
     scale = None
     if is_quantized(dtype):
         scale = _shape(pages.shape[:4] if call.scale == "token" else (2, call.num_kv_heads), jnp.float32)
-    q = _shape((num_tokens, heads[0], call.head_dim), call.compute_dtype)
-    lens, cu_q_lens = _shape((NUM_SEQS,), jnp.int32), _shape((NUM_SEQS + 1,), jnp.int32) if call.q_len > 1 else None
-    per_head = _shape((heads[0],), jnp.float32)
-    plan = jax.eval_shape(
-        lambda lens, cu: make_plan(
-            lens,
-            cu,
-            num_tokens=num_tokens,
-            sliding_window=call.sliding_window,
-            max_len=MAX_PAGES * call.page_size,
-            config=call.config,
-        ),
-        lens,
-        cu_q_lens,
-    )
-    arrays = {
-        "q": q,
-        "k_pages": pages,
-        "v_pages": pages,
-        "page_table": _shape((NUM_SEQS, MAX_PAGES), jnp.int32),
-        "seq_lens": lens,
-        "cu_q_lens": cu_q_lens,
-        "plan": plan,
-        "k_scale": scale,
-        "v_scale": scale,
-        "sinks": per_head if call.sinks else None,
-        "alibi_slopes": per_head if call.alibi else None,
-        "tree_mask": _shape((num_tokens, call.q_len), jnp.bool_) if call.tree else None,
-    }
-    attend = functools.partial(
-        paged_attention_triton,
-        layer=1,
-        sm_scale=call.head_dim**-0.5,
+    cache = jp.KVCache(k_pages=pages, v_pages=pages, k_scale=scale, v_scale=scale)
+    num_tokens, per_head = NUM_SEQS * call.q_len, _shape((call.num_q_heads,), jnp.float32)
+    options = jp.AttentionOptions(
         logits_soft_cap=call.logits_soft_cap,
         sliding_window=call.sliding_window,
+        config=dataclasses.replace(call.config, target=gpu),
+        sinks=per_head if call.sinks else None,
+        alibi_slopes=per_head if call.alibi else None,
     )
-    return compile_for(lambda arrays: attend(**arrays), arrays, gpu=gpu)
+    ragged = jp.Ragged(
+        page_table=_shape((NUM_SEQS, MAX_PAGES), jnp.int32),
+        seq_lens=_shape((NUM_SEQS,), jnp.int32),
+        cu_q_lens=_shape((NUM_SEQS + 1,), jnp.int32) if call.q_len > 1 else None,
+        tree_mask=_shape((num_tokens, call.q_len), jnp.bool_) if call.tree else None,
+    )
+    sizes = {"num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads, "page_size": call.page_size}
+    partition = jax.eval_shape(functools.partial(make_partition, num_tokens=num_tokens, **sizes), ragged, options)
+    q = _shape((num_tokens, call.num_q_heads, call.head_dim), call.compute_dtype)
+    return q, cache.layer(1), dataclasses.replace(ragged, partitions=(partition,)), options
+
+
+def tiling_of(call: Attention) -> Tiling:
+    """The tiles that the kernel takes for a call."""
+    q, view, ragged, options = values_of(call, "h200")
+    return choose_tiling(q, view, ragged, options, ragged.partitions[0])
+
+
+def call_of(tiling: Tiling) -> Attention:
+    """A call that takes a row of the table of tiles: a decode step for 16 rows, else prefill."""
+    is_prefill = tiling.rows > 16
+    plain = Attention(
+        dtype={1: "int8", 2: "bfloat16", 4: "float32"}[tiling.itemsize],
+        num_q_heads=8 * (tiling.rows // DEFAULT.block_q if is_prefill else 4),
+        q_len=64 if is_prefill else 1,
+    )
+    tried = itertools.product((tiling.width, tiling.width * 3 // 4), (False, True))
+    calls = (dataclasses.replace(plain, head_dim=head_dim, tree=tree) for head_dim, tree in tried)
+    return next(call for call in calls if tiling_of(call) == tiling)
 
 
 def why_not_jax(call: Attention) -> str | None:
@@ -167,7 +180,7 @@ def why_not_jax(call: Attention) -> str | None:
 
 
 @functools.cache
-def compile_jax_attention(call: Attention, gpu: str, max_pages: int = MAX_PAGES) -> Program:
+def compile_jax_attention(call: Attention, gpu: str, max_pages: int = MAX_PAGES) -> CompiledProgram:
     """The same call through `jax.experimental.pallas.ops.gpu.paged_attention`, with its defaults.
 
     Args:
@@ -243,7 +256,7 @@ class AttentionCode:
         return {name: n for name in MATRIX if (n := self.code.hot_loop.count(name))}
 
 
-def read_attention(program: Program, call: Attention, gpu: str) -> AttentionCode:
+def read_attention(program: CompiledProgram, call: Attention, gpu: str) -> AttentionCode:
     """Of the program's attention kernel. Raises FileNotFoundError without `nvdisasm`."""
     launch = next(x for x in program.launches if x.name.startswith("paged_attention"))
     if launch.kernel is None:
@@ -273,7 +286,7 @@ LLAMA_8B = LlamaConfig(
 
 
 @functools.cache
-def compile_step(config: LlamaConfig = LLAMA_8B, gpu: str = "h200") -> Program:
+def compile_step(config: LlamaConfig = LLAMA_8B, gpu: str = "h200") -> CompiledProgram:
     """A greedy decode step of `NUM_SEQS` sequences in bfloat16, the cache donated."""
 
     def array(*dims: int):
@@ -282,13 +295,8 @@ def compile_step(config: LlamaConfig = LLAMA_8B, gpu: str = "h200") -> Program:
     model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, layer_loop="unroll", rngs=nnx.Rngs(0)))
     cache_config = dataclasses.asdict(model.cache_config(num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     cache = jax.eval_shape(lambda: jp.KVCache.create(**cache_config))
-    batch = jp.Batch(
-        token_ids=array(),
-        positions=array(),
-        slot_mapping=array(),
-        page_table=array(MAX_PAGES),
-        seq_lens=array(),
-    )
+    ragged = jp.Ragged(page_table=array(MAX_PAGES), seq_lens=array(), slot_mapping=array())
+    batch = jp.Batch(token_ids=array(), positions=array(), ragged=ragged)
 
     def step(model, cache, batch):
         logits, cache = model(cache, batch)
@@ -302,7 +310,7 @@ def base_name(launch: Launch) -> str:
     return re.sub(r"(_+\d+)+$", "", launch.name)
 
 
-def launches_per_layer(program: Program, num_layers: int) -> dict[str, int]:
+def launches_per_layer(program: CompiledProgram, num_layers: int) -> dict[str, int]:
     """How often each kernel runs a layer, by `base_name`; what runs once a step is left out."""
     names = collections.Counter(map(base_name, program.launches))
     return {name: a_layer for name, n in names.items() if (a_layer := round(n / num_layers))}

@@ -7,15 +7,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxpaged.batch import Batch, check_batch_values
-    from jaxpaged.config import NULL_PAGE, AttentionConfig, CacheConfig
+    from jaxpaged.cache.batch import Batch, check_batch_values
+    from jaxpaged.cache.kv_cache import KVCache, LayerView, PageBlock
+    from jaxpaged.cache.ragged import Ragged
+    from jaxpaged.config import NULL_PAGE, AttentionConfig, CacheConfig, LayerSpec
     from jaxpaged.engine import Engine, RequestOutput, SamplingParams, SchedulerConfig
-    from jaxpaged.kv_cache import KVCache, PageBlock
-    from jaxpaged.ops.attention import paged_attention
-    from jaxpaged.ops.cascade import cascade_attention
-    from jaxpaged.ops.merge import merge_attention
-    from jaxpaged.ops.plan import AttentionPlan, make_plan, plan_batch
-    from jaxpaged.ops.rope import rope_and_write
+    from jaxpaged.ops.attention import AttentionOptions, attend, paged_attention
+    from jaxpaged.ops.attention.cascade import cascade_attention
+    from jaxpaged.ops.attention.merge import merge_attention
+    from jaxpaged.ops.attention.partition import partition_batch
+    from jaxpaged.ops.rope_write import rope_and_write
     from jaxpaged.paging import OutOfPagesError, PageAllocator, PageCopy
 
 __version__ = "0.1.0"
@@ -23,37 +24,39 @@ __version__ = "0.1.0"
 __all__ = [
     "NULL_PAGE",
     "AttentionConfig",
-    "AttentionPlan",
+    "AttentionOptions",
     "Batch",
     "CacheConfig",
     "Engine",
     "KVCache",
+    "LayerSpec",
+    "LayerView",
     "OutOfPagesError",
     "PageAllocator",
     "PageBlock",
     "PageCopy",
+    "Ragged",
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "attend",
     "cascade_attention",
     "check_batch_values",
-    "make_plan",
     "merge_attention",
     "paged_attention",
-    "plan_batch",
+    "partition_batch",
     "rope_and_write",
 ]
 
 _NAMES_OF = {
-    "batch": ("Batch", "check_batch_values"),
-    "config": ("NULL_PAGE", "AttentionConfig", "CacheConfig"),
+    "cache": ("Batch", "KVCache", "LayerView", "PageBlock", "Ragged", "check_batch_values"),
+    "config": ("NULL_PAGE", "AttentionConfig", "CacheConfig", "LayerSpec"),
     "engine": ("Engine", "RequestOutput", "SamplingParams", "SchedulerConfig"),
-    "kv_cache": ("KVCache", "PageBlock"),
-    "ops.attention": ("paged_attention",),
-    "ops.cascade": ("cascade_attention",),
-    "ops.merge": ("merge_attention",),
-    "ops.plan": ("AttentionPlan", "make_plan", "plan_batch"),
-    "ops.rope": ("rope_and_write",),
+    "ops.attention": ("AttentionOptions", "attend", "paged_attention"),
+    "ops.attention.cascade": ("cascade_attention",),
+    "ops.attention.merge": ("merge_attention",),
+    "ops.attention.partition": ("partition_batch",),
+    "ops.rope_write": ("rope_and_write",),
     "paging": ("OutOfPagesError", "PageAllocator", "PageCopy"),
 }
 _MODULE_OF = {name: f"jaxpaged.{module}" for module, names in _NAMES_OF.items() for name in names}

@@ -7,7 +7,9 @@ import numpy as np
 
 
 def as_count(value: SupportsIndex, label: str, *names: object, minimum: int = 0) -> int:
-    """`value` as an int >= `minimum`; numpy's integers pass, bools do not. Errors call it `label.format(*names)`."""
+    """Return `value` as an int >= `minimum`; numpy's integers pass, bools do not. Errors call it
+    `label.format(*names)`.
+    """
     if type(value) is int:  # the usual case, in a hot path
         count = value
     else:
@@ -24,19 +26,19 @@ def as_count(value: SupportsIndex, label: str, *names: object, minimum: int = 0)
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raises TypeError for what is no integer, by name; numpy's pass, bools do not."""
+    """Raise TypeError for what is no integer, by name; numpy's pass, bools do not."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be an integer; got {value!r}.")
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises TypeError for what is no real number, by name; numpy's pass, bools do not."""
+    """Raise TypeError for what is no real number, by name; numpy's pass, bools do not."""
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number; got {value!r}.")
 
 
 def require_arrays(**arrays: object) -> None:
-    """Raises TypeError for a value that is neither None nor an array of numpy or JAX, by name."""
+    """Raise TypeError for a value that is neither None nor an array of numpy or JAX, by name."""
     for name, x in arrays.items():
         if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(f"`{name}` must be an array; got {type(x).__name__}. Pass it through jnp.asarray.")

@@ -1,29 +1,49 @@
 """Configuration: frozen, hashable, plain Python. Every other module may import this one; it imports none of them."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 NULL_PAGE = 0
 """The page id that is never allocated. Page tables are padded with it, so that a gather of padding stays in range."""
 
-Backend = Literal["auto", "reference", "xla", "triton", "interpret"]
-"""What computes attention: see `jaxpaged.ops.attention.paged_attention`."""
+BACKENDS = ("auto", "reference", "xla", "triton", "interpret")
+"""What can be named as `backend`, as long as nobody has registered more: see `jaxpaged.ops.dispatch`."""
+
+SLOTS = {"a100": 108 * 2, "l4": 58, "h100": 132 * 3, "h200": 132 * 3, "b200": 148 * 3}
+"""Attention programs that a GPU of each kind runs at once: its SMs, times the programs that fit one while decoding.
+
+Compiled for head_dim 128 in bfloat16: registers allow an H200 three programs an SM, shared memory an A100 two and an L4
+one. A table and not a question to a device, so that a step compiled elsewhere is the same step.
+"""
+
+DEFAULT_TARGET = "h200"
+"""The kind of GPU that attention is cut for where nobody says which."""
+
+
+def target_of(device_kind: str) -> str:
+    """Return the name in `SLOTS` of a device, by `jax.Device.device_kind` ("NVIDIA A100-SXM4-80GB" say).
+
+    A device that is not in the table gets `DEFAULT_TARGET`: results are the same, only shares are cut for another size.
+    """
+    words = device_kind.lower().replace("-", " ").split()
+    return next((name for name in SLOTS if name in words), DEFAULT_TARGET)
 
 
 def cdiv(a: int, b: int) -> int:
-    """`a / b` rounded up, for non-negative integers."""
+    """Return `a / b` rounded up, for non-negative integers."""
     return -(-a // b)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """How the Triton kernel cuts its work. Results differ by rounding only. Of all this XLA's path has
-    batch-invariant mode alone.
+    """How the Triton kernel cuts its work. Results differ by rounding only. The XLA path takes from it whether it is
+    batch-invariant, and nothing else.
 
     Attributes:
-        num_programs: Programs a KV head that share the stream of KV tokens. 396 / KV heads fill an H200 once (132 SMs,
-            three programs each at head_dim 128); more would run in two waves. Static: it is never asked of a device, so
-            that a step compiled elsewhere is the same step.
+        target: The kind of GPU whose size the work is cut for, one of `SLOTS`. None takes that of the cache, which the
+            engine makes for the device that it lies on, or `DEFAULT_TARGET`.
+        num_programs: Programs that share the stream of KV tokens, for each KV head and block of query rows. None takes
+            as many as the target runs at once; more would run in two waves.
         max_splits: None cuts a sequence wherever a share ends. 1 never cuts: one program a tile, and a call is one
             launch instead of two, which suits many sequences of like length.
         split_size: None cuts the step's work evenly, wherever that falls, so that the rounding of a sequence's result
@@ -38,11 +58,12 @@ class AttentionConfig:
         num_stages: Software pipeline depth, the page-id level included: 3 keeps one K/V tile in flight, 5 two.
 
     Raises:
-        ValueError: A size below its minimum, `block_k` no power of two, `max_splits` neither None nor 1, or a
-            `split_size` where nothing is split.
+        ValueError: An unknown target, a size below its minimum, `block_k` no power of two, `max_splits` neither None
+            nor 1, or a `split_size` where nothing is split.
     """
 
-    num_programs: int = 48
+    target: str | None = None
+    num_programs: int | None = None
     max_splits: Literal[1] | None = None
     split_size: int | None = None
     allow_tf32: bool = False
@@ -52,6 +73,8 @@ class AttentionConfig:
     num_stages: int | None = None
 
     def __post_init__(self) -> None:
+        if self.target is not None and self.target not in SLOTS:
+            raise ValueError(f"`target` must be one of {', '.join(SLOTS)}; got {self.target!r}.")
         for name, minimum in (
             ("num_programs", 1),
             ("block_q", 1),
@@ -70,6 +93,10 @@ class AttentionConfig:
         if self.max_splits == 1 and self.split_size is not None:
             raise ValueError(f"`split_size` must be None with `max_splits=1`; got {self.split_size}.")
 
+    def for_target(self, target: str | None) -> "AttentionConfig":
+        """Return the same, with this target where it names none."""
+        return self if self.target is not None or target is None else dataclasses.replace(self, target=target)
+
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a sequence's result has the same bits whatever else is in the batch."""
@@ -77,29 +104,30 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig:
-    """Shape of a Llama-family decoder, as the checkpoint states it.
+class LayerSpec:
+    """What a model declares of the attention of one layer, so that the layer can be given pages.
 
     Attributes:
-        rope_theta: Base of the rotary frequencies.
-        rope_factor: Linear rotary scaling: positions are divided by it.
-        rope_freq_factors: Divisor of each of the head_dim / 2 rotary frequencies (Llama 3.1 long context), or None.
-        max_position: Context length the model was trained for, in tokens.
+        num_kv_heads: Heads of K and of V.
+        head_dim: Values a head.
+        sliding_window: How many tokens a token sees, itself included; None is all before it.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position: int
-    rms_norm_eps: float
-    rope_theta: float = 10000.0
-    rope_factor: float = 1.0
-    rope_freq_factors: tuple[float, ...] | None = None
-    tie_embeddings: bool = True
+    sliding_window: int | None = None
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer of a model keeps its K and V: `jaxpaged.paging.group_layers` says it of each layer.
+
+    Attributes:
+        group: Number of its page group, whose page table and slots it uses.
+        row: Which row of the stacked pools is the layer's. Layers of different groups share rows, never pages.
+    """
+
+    group: int
+    row: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

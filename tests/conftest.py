@@ -1,4 +1,6 @@
 import os
+import pathlib
+import sys
 
 import hypothesis
 
@@ -13,3 +15,19 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 def pytest_addoption(parser):
     parser.addoption("--soak", action="store_true", help="run the page manager's state machine for a million steps")
+
+
+def pytest_runtest_setup(item):
+    """Each program of a short test runs a few times, and most of the suite would be LLVM.
+
+    Tests marked `slow` or `aot` compile as users do: between them they run every part of the package.
+    """
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_disable_most_optimizations", not any(map(item.get_closest_marker, ("slow", "aot"))))
+
+
+def pytest_runtest_teardown():
+    """XLA on a CPU maps what it compiles into memory; it crashes where a process has the 65,530 maps of Linux."""
+    maps = pathlib.Path("/proc/self/maps")
+    if (jax := sys.modules.get("jax")) and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()

@@ -16,7 +16,7 @@ from jaxpaged.cli.parser import make_parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command and exits with its code: 0, 1 for requests that failed, 2 for a mistake of the caller, 130
+    """Run a command, and exit with its code: 0, 1 for requests that failed, 2 for a mistake of the caller, 130
     interrupted, 141 unread.
     """
     _mend_streams()
@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; prompts may stand on both sides of a flag, which argparse does not allow behind a command."""
+    """Return the arguments.
+
+    Prompts may stand on both sides of a flag, which argparse does not allow behind a command.
+    """
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and ("prompts" not in args or any(word.startswith("-") and word != "-" for word in rest)):
@@ -49,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process at once: Python's own way out would free arrays that the device is still computing."""
+    """End the process at once: Python's own way out would free arrays that the device is still computing."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")  # the cursor, which a progress bar hides
     sys.stderr.flush()
@@ -57,7 +60,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _mend_streams() -> None:
-    """Makes stdout and stderr take any text, and any at all where whoever started this closed them."""
+    """Make stdout and stderr take any text, and any at all where whoever started this closed them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

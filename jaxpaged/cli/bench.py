@@ -17,11 +17,13 @@ import jax
 
 from jaxpaged.cli.bench_report import Measurement, RequestTimes, StepSample, print_report, write_json, write_plot
 from jaxpaged.cli.errors import UsageError, check_at_least, check_writable
-from jaxpaged.cli.setup import check_model_flags, check_profile, errors_by_flag, load, make_engine, profiled
+from jaxpaged.cli.setup import check_model_flags, check_profile, errors_by_flag, load, make, profiled
 from jaxpaged.cli.workload import Arrival, Mix
 from jaxpaged.config import cdiv
-from jaxpaged.engine import Engine, SamplingParams, SchedulerConfig
-from jaxpaged.engine.progress import progress_bar
+from jaxpaged.engine import EngineCore, SamplingParams, SchedulerConfig
+from jaxpaged.engine.beam import BeamsFound
+from jaxpaged.engine.log import Add, WarmUp
+from jaxpaged.progress import progress_bar
 
 if TYPE_CHECKING:
     from jaxpaged.models.llama import Llama
@@ -30,7 +32,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Warms up, serves, reports. Exit code 1 where requests failed."""
+    """Warm up, serve and report. Exit code 1 where requests failed."""
     mix = Mix.from_flags(args)
     check_model_flags(args)
     check_at_least(args, 1, "max_num_seqs", "max_step_tokens")
@@ -48,7 +50,9 @@ def run(args: argparse.Namespace) -> None:
         engine = _make_engine(args, model, arrivals)
         params = [SamplingParams(**drawing, max_new_tokens=a.num_new_tokens, seed=a.seed) for a in arrivals]
         begin = time.perf_counter()
-        num_programs = engine.warmup(params[:1] if args.temperature else (), greedy=not args.temperature)
+        warm_up = WarmUp(params=tuple(params[:1] if args.temperature else ()), greedy=not args.temperature)
+        with progress_bar("Compiling", "programs") as advance:
+            num_programs = engine.warm_up(warm_up, advance)
         warmup_s = time.perf_counter() - begin
         with _Compilations() as compilations, progress_bar("Serving", "tokens") as advance, profiled(args):
             measured = serve(engine, arrivals, params, progress=advance)
@@ -65,8 +69,8 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _make_engine(args: argparse.Namespace, model: "Llama", arrivals: Sequence[Arrival]) -> Engine:
-    """An engine with room for the longest requests that can run together, or with `--num-pages`."""
+def _make_engine(args: argparse.Namespace, model: "Llama", arrivals: Sequence[Arrival]) -> EngineCore:
+    """Return an engine with room for the longest requests that can run together, or with `--num-pages`."""
     longest = sorted(a.num_tokens for a in arrivals)
     if args.num_pages is not None and args.num_pages - 1 < cdiv(longest[-1] - 1, args.page_size):
         raise UsageError(
@@ -81,11 +85,11 @@ def _make_engine(args: argparse.Namespace, model: "Llama", arrivals: Sequence[Ar
         max_model_len=longest[-1],
     )
     num_pages = 1 + sum(cdiv(n, args.page_size) for n in longest[-limits.max_num_seqs :])
-    return make_engine(args, model, limits, num_pages=num_pages, prefix_caching=not args.no_prefix_caching)
+    return make(EngineCore, args, model, limits, num_pages=num_pages, prefix_caching=not args.no_prefix_caching)
 
 
 def serve(
-    engine: Engine,
+    engine: EngineCore,
     arrivals: Sequence[Arrival],
     params: Sequence[SamplingParams],
     *,
@@ -93,41 +97,49 @@ def serve(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Measurement:
-    """Runs requests to their ends, each added when it is due or, where a step runs then, right after that.
+    """Run requests to their ends, each added when it is due or, where a step runs then, right after that.
 
     Args:
-        engine: With nothing to do.
+        engine: With nothing to do. It is stepped here, so that each token has the time of its step.
         arrivals: In order of time.
         params: One for each.
         progress: Called with the tokens done and all of them.
         clock, sleep: In seconds.
     """
     times = [RequestTimes.of(arrival) for arrival in arrivals]
-    request_of: dict[int, RequestTimes] = {}
     steps: list[StepSample] = []
     errors: list[Exception] = []
     before, start = engine.stats(), clock()
     num_added = num_done = num_arrived = 0
     total = sum(a.num_new_tokens for a in arrivals)
-    while num_added < len(arrivals) or engine.has_unfinished():
+    while num_added < len(arrivals) or engine.has_work:
         now = clock() - start
         while num_added < len(arrivals) and arrivals[num_added].time_s <= now:
             arrival = arrivals[num_added]
-            added = engine.add_request(arrival.prompt_token_ids, params[num_added], priority=arrival.priority)
-            request_of[added] = times[num_added]
+            prompt = tuple(arrival.prompt_token_ids)
+            engine.apply(
+                Add(
+                    request_ids=(num_added,),
+                    prompt_token_ids=prompt,
+                    params=params[num_added],
+                    priority=arrival.priority,
+                )
+            )
             times[num_added].added_s = clock() - start
             num_added += 1
-        if not engine.has_unfinished():
+        if not engine.has_work:
             sleep(max(arrivals[num_added].time_s - (clock() - start), 0.0))
             continue
         new = engine.step()
         now = clock() - start
         for token in new:
+            assert not isinstance(token, BeamsFound)
+            engine.outputs.finished.pop(token.request_id, None)
             if token.token_id is not None:
-                request_of[token.request_id].token_s.append(now)
+                times[token.request_id].token_s.append(now)
                 num_done += 1
             if token.error is not None:
-                request_of[token.request_id].failed = True
+                times[token.request_id].failed = True
                 errors.append(token.error)
         while num_arrived < len(arrivals) and arrivals[num_arrived].time_s <= now:
             num_arrived += 1

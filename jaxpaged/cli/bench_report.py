@@ -55,7 +55,7 @@ class RequestTimes:
 
     @classmethod
     def of(cls, arrival: Arrival) -> "RequestTimes":
-        """A request that has not come yet."""
+        """Return a request that has not come yet."""
         return cls(
             arrival_s=arrival.time_s,
             num_prompt_tokens=len(arrival.prompt_token_ids),
@@ -72,7 +72,7 @@ class Measurement:
         errors: Why requests failed, those that did. Their latencies are not counted.
         hit_rate: Prompt tokens found in the prefix cache, as a fraction of those looked up, also by requests that
             start over after a preemption.
-        num_compilations: Of XLA, after the warm-up.
+        num_compilations: Programs that XLA compiled after the warm-up.
     """
 
     requests: list[RequestTimes]
@@ -93,10 +93,10 @@ class Measurement:
         return self.steps[-1].time_s
 
     def latencies(self, priority: int | None = None) -> dict[str, list[float]]:
-        """Seconds from arrival to first token and to the last, a request each, and between tokens, a pair each.
+        """Return seconds from arrival to first token and to the last, a request each, and between tokens, a pair each.
 
         Args:
-            priority: Of these requests only; None is all.
+            priority: Count only requests of this priority; None counts all.
         """
         done = [r for r in self.requests if not r.failed and priority in (None, r.priority)]
         return {
@@ -106,7 +106,7 @@ class Measurement:
         }
 
     def throughput(self) -> dict[str, float]:
-        """Requests, new tokens, and prompt and new tokens together, a second, of the requests that did not fail."""
+        """Return requests, new tokens, and all tokens a second, of the requests that did not fail."""
         done = [r for r in self.requests if not r.failed]
         num_new = sum(len(r.token_s) for r in done)
         return {
@@ -117,7 +117,7 @@ class Measurement:
 
 
 def summary(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean, percentiles (linear between neighbours) and maximum; None each where there is nothing."""
+    """Return mean, percentiles (linear between neighbours) and maximum; None each where there is nothing."""
     if not values:
         return dict.fromkeys(_COLUMNS)
     p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
@@ -125,7 +125,7 @@ def summary(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def print_report(measured: Measurement, *, rate: float | None) -> None:
-    """Prints the table to stdout."""
+    """Print the table to stdout."""
     console = Console()
     requests, pace = measured.requests, "all at once" if rate is None else f"{rate:g} a second"
     num_prompt, num_new = sum(r.num_prompt_tokens for r in requests), sum(len(r.token_s) for r in requests)
@@ -169,7 +169,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def write_json(measured: Measurement, args: argparse.Namespace) -> None:
-    """Writes all of it into the file of `--json`: settings, summaries, each request and each step."""
+    """Write all of it into the file of `--json`: settings, summaries, each request and each step."""
     settings = {name: value for name, value in vars(args).items() if name not in ("module", "json", "plot")}
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
@@ -205,7 +205,7 @@ def write_json(measured: Measurement, args: argparse.Namespace) -> None:
 
 
 def write_plot(measured: Measurement, args: argparse.Namespace) -> None:
-    """Draws latencies as cumulative distributions, and requests and pages over time, into the file of `--plot`."""
+    """Draw latencies as cumulative distributions, and requests and pages over time, into the file of `--plot`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -241,7 +241,7 @@ def write_plot(measured: Measurement, args: argparse.Namespace) -> None:
 
 
 def _plot_distribution(axes, values: list[float], label: str) -> None:
-    """The share of values up to each, with lines at the median and the 99th percentile."""
+    """Draw the share of values up to each, with lines at the median and the 99th percentile."""
     if not values:
         return
     [line] = axes.step(np.sort(values), np.arange(1, len(values) + 1) / len(values), where="post", label=label)

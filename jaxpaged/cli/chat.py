@@ -30,7 +30,7 @@ Ctrl-C stops an answer. A line that begins with a space is said as it stands, sl
 
 
 def run(args: argparse.Namespace) -> None:
-    """Talks until /exit or the end of the input, and sums up on stderr."""
+    """Talk until /exit or the end of the input, and sum up on stderr."""
     check_model_flags(args)
     check_at_least(args, 2, "context")
     check_profile(args)
@@ -76,7 +76,7 @@ def _converse(chat: "Chat", *, show_stats: bool) -> None:
 
 
 def _read_line(at_terminal: bool) -> str | None:
-    """What was typed, or None at its end. At a terminal, Ctrl-C only gives up the line."""
+    """Return what was typed, or None at its end. At a terminal, Ctrl-C only gives up the line."""
     if sys.stdin is None:
         return None
     while True:
@@ -118,7 +118,7 @@ class Chat:
     """A conversation: its messages, and the engine that answers.
 
     Args:
-        params: Of the first answer; answer i draws with seed + i.
+        params: Sampling parameters of the first answer; answer i is sampled with seed + i.
         context: Tokens that prompt and answer may have together.
         system: What the model is told first; None leaves that to its template.
     """
@@ -136,16 +136,16 @@ class Chat:
         self._messages = list(self._first)
 
     def check(self) -> None:
-        """Raises ValueError where the model has no template, or its template refuses a system message."""
+        """Raise ValueError where the model has no template, or its template refuses a system message."""
         self._prompt("Hi")
 
     def reset(self) -> None:
-        """Begins anew. Pages of what was said stay in the prefix cache, as long as there is room."""
+        """Begin anew. Pages of what was said stay in the prefix cache, as long as there is room."""
         self._messages = list(self._first)
         _note("A new conversation.")
 
     def say(self, text: str, *, show_stats: bool = False) -> None:
-        """Prints the answer as it comes. What was answered stays part of the conversation, however it ended."""
+        """Print the answer as it comes. What was answered stays part of the conversation, however it ended."""
         try:
             prompt = self._prompt(text)
         except ValueError as error:  # a lone surrogate, say: that line is not said
@@ -165,7 +165,7 @@ class Chat:
             _note(f"[{turn}]")
 
     def summarise(self) -> None:
-        """What all turns took, on stderr."""
+        """Print on stderr what all turns took."""
         prompt, reused, new = (
             sum(getattr(turn, name) for turn in self.turns)
             for name in ("num_prompt_tokens", "num_reused_tokens", "num_new_tokens")
@@ -180,11 +180,11 @@ class Chat:
         return self._tokenizer.encode(self._tokenizer.apply_chat_template(messages))
 
     def _answer(self, prompt: list[int], turn: Turn) -> str | None:
-        """Streams an answer to stdout; None where it failed, or was stopped before it began."""
+        """Stream an answer to stdout; None where it failed, or was stopped before it began."""
         params = dataclasses.replace(self._params, seed=(self._params.seed + len(self.turns) - 1) % 2**32)
-        num_hits, begin = self._engine.pages.stats().num_hit_tokens, time.perf_counter()
+        begin = time.perf_counter()
         pieces, reason, error = [], FinishReason.ABORT, None
-        # An interrupt between two tokens leaves the conversation's pages as they are, one inside a step would not.
+        # An interrupt between two tokens ends the answer with what it has; a second one does not wait for a token.
         with (
             _interrupts() as interrupted,
             self._engine.stream(prompt, params) as stream,
@@ -201,7 +201,7 @@ class Chat:
                     break
         print(flush=True)
         turn.seconds = time.perf_counter() - begin
-        turn.num_reused_tokens = self._engine.pages.stats().num_hit_tokens - num_hits
+        turn.num_reused_tokens = stream.result().num_cached_tokens
         if error is not None:
             self.num_failed += 1
             _note(f"The answer failed: {error} It is not part of the conversation.")
@@ -223,7 +223,7 @@ class Chat:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C, collected in a list that is yielded; a second one raises KeyboardInterrupt."""
+    """Collect Ctrl-C in a list that is yielded; a second one raises KeyboardInterrupt."""
     seen: list[int] = []
 
     def take(number: int, _: object) -> None:

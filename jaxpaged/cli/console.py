@@ -10,5 +10,5 @@ class Console(rich.console.Console):
         super().__init__(highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Lets the error that is being handled pass on; rich would exit with code 1."""
+        """Let the error that is being handled pass on; rich would exit with code 1."""
         raise

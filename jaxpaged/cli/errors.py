@@ -10,14 +10,14 @@ class UsageError(Exception):
 
 
 def with_flags(message: str, args: argparse.Namespace) -> str:
-    """A message of the library, with the flag in the place of an argument that it sets."""
+    """Return a message of the library, with the flag in the place of an argument that it sets."""
     for name in vars(args):
         message = message.replace(f"`{name}`", f"`--{name.replace('_', '-')}`")
     return message
 
 
 def check_at_least(args: argparse.Namespace, minimum: float, *names: str) -> None:
-    """Raises UsageError for the first of these flags that is below `minimum`; one that was not given is let be."""
+    """Raise UsageError for the first of these flags that is below `minimum`; one that was not given is let be."""
     for name in names:
         value = getattr(args, name)
         if value is not None and not value >= minimum:  # so that nan is refused
@@ -25,7 +25,7 @@ def check_at_least(args: argparse.Namespace, minimum: float, *names: str) -> Non
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Raises UsageError where a file cannot be written: before the work whose result it is to hold, not after."""
+    """Raise UsageError where a file cannot be written: before the work whose result it is to hold, not after."""
     existed = os.path.exists(path)
     try:
         open(path, "ab").close()

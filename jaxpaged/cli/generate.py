@@ -5,22 +5,21 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpaged.cli.errors import UsageError
 from jaxpaged.cli.setup import check_model_flags, check_profile, errors_by_flag, load, make_engine, profiled, size
 from jaxpaged.config import cdiv
-from jaxpaged.engine import Engine, NewToken, RequestOutput, SamplingParams, SchedulerConfig
-from jaxpaged.engine.progress import progress_bar
+from jaxpaged.engine import Engine, RequestOutput, SamplingParams, SchedulerConfig
+from jaxpaged.progress import progress_bar
 
 if TYPE_CHECKING:  # Flax and the model readers load when a model does: a bad flag need not wait for them
-    from jaxpaged.models.tokenizer import TextStream, Tokenizer
+    from jaxpaged.models.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> None:
-    """Generates, prints, and sums up on stderr."""
+    """Generate, print, and sum up on stderr."""
     prompts = _read_prompts(args)
     check_model_flags(args)
     check_profile(args)
@@ -36,10 +35,10 @@ def run(args: argparse.Namespace) -> None:
         limits = SchedulerConfig(max_model_len=max(max_tokens))
         # What the longest prompts that can run together may need.
         num_pages = 1 + sum(cdiv(n, args.page_size) for n in sorted(max_tokens)[-limits.max_num_seqs :])
-        engine = make_engine(args, model, limits, num_pages=num_pages)
+        engine = make_engine(args, model, limits, num_pages=num_pages, tokenizer=tokenizer)
         with profiled(args):
             begin = time.perf_counter()
-            outputs = _generate(args, engine, tokenizer, prompts, prompt_token_ids, params)
+            outputs = _generate(args, engine, prompts, prompt_token_ids, params)
             seconds = time.perf_counter() - begin
     _summarise(engine, outputs, max(max_tokens), seconds)
 
@@ -75,7 +74,7 @@ def _read_lines(path: str) -> list[str]:
 
 
 def _encode(args: argparse.Namespace, tokenizer: "Tokenizer", prompts: list[str], max_position: int) -> list[list[int]]:
-    """Token ids of each prompt. One that has none, or that fills the context, is refused by its number."""
+    """Return token ids of each prompt. One that has none, or that fills the context, is refused by its number."""
     texts = prompts
     if args.chat:
         texts = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]
@@ -97,58 +96,41 @@ def _encode(args: argparse.Namespace, tokenizer: "Tokenizer", prompts: list[str]
 def _generate(
     args: argparse.Namespace,
     engine: Engine,
-    tokenizer: "Tokenizer",
     prompts: list[str],
     prompt_token_ids: list[list[int]],
     params: list[SamplingParams],
 ) -> list[RequestOutput]:
-    """Generates and prints: one prompt's text on a terminal as it comes, everything else when all is done."""
+    """Generate and print: one prompt's text on a terminal as it comes, everything else when all is done."""
     heads = [""] * len(prompts) if args.chat else prompts
-    # A reply stands alone; a continuation may begin with a space, which only what came before can tell.
-    streams = [_text_after([] if args.chat else ids, tokenizer) for ids in prompt_token_ids]
     if args.format == "text" and len(prompts) == 1 and sys.stdout.isatty():
-        [stream], heads = streams, iter(heads)
-
-        def show(token: NewToken) -> None:
-            if token.token_id is not None:
-                print(next(heads, "") + stream.push(token.token_id), end="", flush=True)
-
-        outputs = engine.generate(prompt_token_ids, params, on_token=show)
-        print(stream.finish())
+        parts = iter(heads)
+        outputs = engine.generate(
+            prompt_token_ids, params, on_token=lambda token: print(next(parts, "") + token.text, end="", flush=True)
+        )
+        print()
         return outputs
 
     total, count = sum(p.max_new_tokens for p in params), itertools.count(1)
     with progress_bar("Generating", "tokens") as advance:
         outputs = engine.generate(prompt_token_ids, params, on_token=lambda _: advance(next(count), total))
-    for prompt, head, stream, output in zip(prompts, heads, streams, outputs, strict=True):
-        text = "".join([*map(stream.push, output.token_ids), stream.finish()])
+    for prompt, head, output in zip(prompts, heads, outputs, strict=True):
         record = {
             "prompt": prompt,
             "prompt_token_ids": output.prompt_token_ids,
             "token_ids": output.token_ids,
-            "text": text,
+            "text": output.text,
             "finish_reason": output.finish_reason.value,
             "num_pages": output.num_pages,
         }
-        print(json.dumps(record) if args.format == "json" else head + text)
+        print(json.dumps(record) if args.format == "json" else head + output.text)
     return outputs
 
 
-def _text_after(token_ids: Iterable[int], tokenizer: "Tokenizer") -> "TextStream":
-    """A stream that has seen `token_ids`."""
-    from jaxpaged.models.tokenizer import TextStream
-
-    stream = TextStream(tokenizer)
-    for token_id in token_ids:
-        stream.push(token_id)
-    return stream
-
-
 def _summarise(engine: Engine, outputs: list[RequestOutput], max_len: int, seconds: float) -> None:
-    """What was done, and what paging saved, on stderr."""
-    stats, page_size = engine.stats(), engine.pages.page_size
+    """Print on stderr what was done, and what paging saved."""
+    stats, page_size = engine.stats(), engine.page_size
     num_tokens = sum(len(o.token_ids) for o in outputs)
-    num_pages, batch = stats.peak_num_pages, min(len(outputs), engine.scheduler.config.max_num_seqs)
+    num_pages, batch = stats.peak_num_pages, min(len(outputs), engine.config.max_num_seqs)
     paged, contiguous = num_pages * stats.nbytes_per_page, batch * max_len * stats.nbytes_per_page // page_size
     saved = f"{size(contiguous - paged)} less" if paged <= contiguous else f"{size(paged - contiguous)} more"
     print(

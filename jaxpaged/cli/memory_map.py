@@ -4,12 +4,12 @@ import argparse
 
 from jaxpaged.cli.console import Console
 from jaxpaged.cli.errors import UsageError, with_flags
-from jaxpaged.paging.plot import pool_text, save_png
-from jaxpaged.paging.trace import TraceError, demo_trace, read_trace
+from jaxpaged.paging.observe.plot import pool_text, save_png
+from jaxpaged.paging.observe.trace import TraceError, demo_trace, read_trace
 
 
 def run(args: argparse.Namespace) -> None:
-    """Draws it."""
+    """Draw it."""
     try:
         trace = demo_trace() if args.trace is None else read_trace(args.trace)
         snapshot = trace.replay(args.step).snapshot()

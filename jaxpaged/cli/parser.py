@@ -1,10 +1,10 @@
 """The commands and their flags. Values are checked where they are used; here nothing is imported but `argparse`."""
 
 import argparse
-from typing import NoReturn, get_args
+from typing import NoReturn
 
 from jaxpaged.cli.errors import UsageError
-from jaxpaged.config import Backend
+from jaxpaged.config import BACKENDS, SLOTS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -13,7 +13,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of `jaxpaged`. `module` of what it returns names the module whose `run` is the command."""
+    """Return the parser of `jaxpaged`. `module` of what it returns names the module whose `run` is the command."""
     parser = _Parser(prog="jaxpaged", description="Language models in JAX over a paged KV cache.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -25,7 +25,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(add("generate", "generate", "continue prompts with a language model"))
     _add_chat(add("chat", "chat", "talk to a language model; /help lists what can be typed"))
     _add_bench(add("bench", "bench", "measure throughput and latencies of a mix of requests"))
-    _add_memory_map(add("memory-map", "memory_map", "draw which page of a pool is whose"))
+    _add_memory_map(add("memory-map", "memory_map", "draw which sequence holds which page of a pool"))
+    _add_replay(add("replay", "replay", "run the log of an engine again, and name the first step that differs"))
     add("info", "info", "show the device and which attention backends run on it")
     return parser
 
@@ -42,11 +43,11 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
 
 
 def _add_chat(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    command.add_argument("--system", metavar="TEXT", help="the system message, which stands before the conversation")
     command.add_argument(
         "--context", type=int, metavar="N", help="tokens a conversation may have (default: the model's, up to 4096)"
     )
-    command.add_argument("--stats", action="store_true", help="after each answer, tokens, reused tokens and times")
+    command.add_argument("--stats", action="store_true", help="print tokens, reused tokens and times after each answer")
     _add_sampling(command, max_new_tokens=512, seed="answer i draws with seed N + i")
     _add_model(command)
 
@@ -62,33 +63,78 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     mix.add_argument("--prompt-len", default="uniform:16,256", metavar="LENGTHS", help="default: %(default)s")
     mix.add_argument("--output-len", default="uniform:16,64", metavar="LENGTHS", help="default: %(default)s")
     mix.add_argument(
-        "--shared", type=float, default=0.0, metavar="SHARE", help="of requests that begin with a shared prefix"
+        "--shared",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the requests that begin with a common prefix, from 0 to 1",
     )
     mix.add_argument(
-        "--shared-len", type=int, default=256, metavar="N", help="tokens of such a prefix, before the prompt's own"
+        "--shared-len",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of a common prefix, which stand before the prompt's own",
     )
-    mix.add_argument("--num-prefixes", type=int, default=1, metavar="N", help="different ones (default: %(default)s)")
     mix.add_argument(
-        "--num-priorities", type=int, default=1, metavar="N", help="each request draws one of N priorities; 0 is first"
+        "--num-prefixes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of different common prefixes (default: %(default)s)",
     )
-    mix.add_argument("--seed", type=int, default=0, metavar="N", help="of the mix, and of the draws of its requests")
+    mix.add_argument(
+        "--num-priorities",
+        type=int,
+        default=1,
+        metavar="N",
+        help="give each request one of N priorities at random; 0 is served first",
+    )
+    mix.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the arrival times, lengths and token ids, and of sampling",
+    )
     engine = command.add_argument_group("the engine")
-    engine.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="requests that run together")
-    engine.add_argument("--max-step-tokens", type=int, default=512, metavar="N", help="tokens a step")
-    engine.add_argument("--no-prefix-caching", action="store_true", help="share no pages")
+    engine.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="largest number of requests in a step (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--max-step-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="largest number of tokens in a step (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--no-prefix-caching", action="store_true", help="compute each prompt in full, even where its prefix is cached"
+    )
     results = command.add_argument_group("results")
-    results.add_argument("--json", metavar="FILE", help="all numbers, of every request and step too")
-    results.add_argument("--plot", metavar="FILE", help="a picture (PNG) of latencies, requests and pages")
+    results.add_argument("--json", metavar="FILE", help="write every figure, request and step to FILE")
+    results.add_argument("--plot", metavar="FILE", help="draw latencies, requests and pages over time to FILE (PNG)")
     _add_draw(command)
     _add_model(command)
 
 
 def _add_memory_map(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "trace", nargs="?", metavar="TRACE", help="a file by TraceRecorder (default: a small demo workload)"
+        "trace", nargs="?", metavar="TRACE", help="a file that TraceRecorder wrote (default: a small demo workload)"
     )
-    command.add_argument("--step", type=int, metavar="N", help="after the first N verbs (default: after all)")
+    command.add_argument(
+        "--step", type=int, metavar="N", help="draw the pool after the first N calls of the trace (default: after all)"
+    )
     command.add_argument("--png", metavar="FILE", help="also draw a picture into FILE")
+
+
+def _add_replay(command: argparse.ArgumentParser) -> None:
+    command.add_argument("log", metavar="LOG", help="a file that `Engine.record` wrote")
+    _add_model(command)
 
 
 def _add_sampling(command: argparse.ArgumentParser, *, max_new_tokens: int, seed: str) -> None:
@@ -102,8 +148,16 @@ def _add_draw(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default)"
     )
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from this much probability")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0 is all")
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens that together have probability P",
+    )
+    group.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0 means all"
+    )
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -111,6 +165,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     group.add_argument("--model", default="builtin", metavar="PATH", help="a Llama GGUF file (default: SmolLM2-135M)")
     group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (default: %(default)s)")
     group.add_argument("--num-pages", type=int, metavar="N", help="pages of the pool, the null page included")
-    group.add_argument("--backend", choices=get_args(Backend), default="auto")
+    group.add_argument("--backend", choices=BACKENDS, default="auto")
+    group.add_argument(
+        "--target", choices=SLOTS, help="kind of GPU whose size attention is cut for (default: this one)"
+    )
     group.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     group.add_argument("--profile", metavar="DIR", help="write a trace for XProf and Perfetto into DIR")

@@ -5,15 +5,17 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from jaxpaged.cli.errors import UsageError, check_at_least, with_flags
-from jaxpaged.engine import Engine, SchedulerConfig
-from jaxpaged.engine.progress import progress_bar
+from jaxpaged.engine import Engine, EngineCore, SchedulerConfig
 from jaxpaged.ops.attention import why_not_on
 from jaxpaged.paging import OutOfPagesError
+from jaxpaged.progress import progress_bar
+
+E = TypeVar("E", Engine, EngineCore)
 
 if TYPE_CHECKING:  # Flax and the model readers load when a model does: a bad flag need not wait for them
     from jaxpaged.models.llama import Llama
@@ -21,7 +23,7 @@ if TYPE_CHECKING:  # Flax and the model readers load when a model does: a bad fl
 
 
 def platform() -> str:
-    """What JAX computes on, "cpu" or "gpu" say. Raises UsageError where that is missing."""
+    """Return what JAX computes on, "cpu" or "gpu" say. Raises UsageError where that is missing."""
     try:
         return jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that the plugin of JAX_PLATFORMS has loaded
@@ -30,7 +32,7 @@ def platform() -> str:
 
 
 def check_model_flags(args: argparse.Namespace) -> None:
-    """Raises UsageError for flags of model and cache that can be refused before anything is loaded."""
+    """Raise UsageError for flags of model and cache that can be refused before anything is loaded."""
     check_at_least(args, 1, "page_size")
     if reason := why_not_on(platform(), args.backend):
         raise UsageError(f"`--backend {args.backend}` cannot run here: {reason}")
@@ -38,7 +40,7 @@ def check_model_flags(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def errors_by_flag(args: argparse.Namespace) -> Iterator[None]:
-    """What the library refuses becomes a UsageError that names the flags."""
+    """Turn what the library refuses into a UsageError that names the flags."""
     try:
         yield
     except (ValueError, ModuleNotFoundError, NotImplementedError, OutOfPagesError, FloatingPointError) as error:
@@ -46,12 +48,12 @@ def errors_by_flag(args: argparse.Namespace) -> Iterator[None]:
 
 
 def load(args: argparse.Namespace) -> "tuple[Llama, Tokenizer]":
-    """The model of `--model` and its tokenizer, with a progress bar."""
+    """Return the model of `--model` and its tokenizer, with a progress bar."""
     from jaxpaged.models.loading import load_model
 
     with progress_bar("Loading", "bytes") as advance:
         try:
-            return load_model(args.model, dtype=args.dtype, backend=args.backend, progress=advance)
+            return load_model(args.model, dtype=args.dtype, backend=args.backend, target=args.target, progress=advance)
         except OSError as error:
             raise UsageError(str(error)) from error
 
@@ -59,10 +61,18 @@ def load(args: argparse.Namespace) -> "tuple[Llama, Tokenizer]":
 def make_engine(
     args: argparse.Namespace, model: "Llama", limits: SchedulerConfig, *, num_pages: int, **options: Any
 ) -> Engine:
-    """An engine whose pool holds `--num-pages`, or else `num_pages`.
+    """Return an engine as `make` makes it."""
+    return make(Engine, args, model, limits, num_pages=num_pages, **options)
+
+
+def make(
+    kind: type[E], args: argparse.Namespace, model: "Llama", limits: SchedulerConfig, *, num_pages: int, **options: Any
+) -> E:
+    """Return an engine, or a core for who steps it, whose pool holds `--num-pages`, or else `num_pages`.
 
     Args:
-        options: Of `Engine`.
+        kind: `Engine` or `EngineCore`.
+        options: Further arguments of it.
     """
     if args.page_size > model.config.max_position:
         raise UsageError(
@@ -72,14 +82,16 @@ def make_engine(
         num_pages = args.num_pages
     try:
         config = model.cache_config(num_pages=num_pages, page_size=args.page_size)
-        return Engine(model, config, limits, **options)
+        return kind(model, config, limits, **options)
     except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
         raise UsageError(f"no memory for {num_pages} pages of {args.page_size} tokens: {error}") from error
 
 
 @contextlib.contextmanager
 def profiled(args: argparse.Namespace) -> Iterator[None]:
-    """Traces what runs inside into the directory of `--profile`, if that is given."""
+    """Trace what runs inside into the directory of `--profile`, if that is given."""
     if args.profile is None:
         yield
         return
@@ -91,7 +103,7 @@ def profiled(args: argparse.Namespace) -> Iterator[None]:
 
 
 def check_profile(args: argparse.Namespace) -> None:
-    """Raises UsageError where the directory of `--profile` cannot be made or written to."""
+    """Raise UsageError where the directory of `--profile` cannot be made or written to."""
     if args.profile is None:
         return
     try:
@@ -104,5 +116,5 @@ def check_profile(args: argparse.Namespace) -> None:
 
 
 def size(nbytes: int) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes for people."""
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"

@@ -29,7 +29,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> "Lengths":
-        """Reads N, fixed:N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA. Raises UsageError for anything else."""
+        """Read N, fixed:N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA. Raises UsageError for anything else."""
         number = r"(\d+(?:\.\d+)?)"
         if match := re.fullmatch(r"(?:fixed:)?(\d+)", text):
             lengths = cls("fixed", int(match[1]))
@@ -46,7 +46,7 @@ class Lengths:
         return lengths
 
     def draw(self, rng: np.random.Generator, count: int, limit: int) -> list[int]:
-        """So many lengths from 1 to `limit`: those that come out longer are cut to it."""
+        """Draw `count` lengths from 1 to `limit`; longer ones are cut to `limit`."""
         if self.kind == "fixed":
             drawn = np.full(count, self.first)
         elif self.kind == "uniform":
@@ -60,10 +60,10 @@ class Arrival(NamedTuple):
     """A request to come.
 
     Attributes:
-        time_s: When, from the start.
-        prompt_token_ids: The shared prefix, if it has one, and what is its own.
-        prefix: Which shared prefix, or None.
-        seed: Of its draws.
+        time_s: When it arrives, in seconds from the start.
+        prompt_token_ids: The common prefix, if it has one, and the prompt's own tokens.
+        prefix: Index of the common prefix that the prompt begins with, or None.
+        seed: Seed of its sampling.
     """
 
     time_s: float
@@ -95,7 +95,7 @@ class Mix:
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> "Mix":
-        """Raises UsageError for a flag out of range, by name."""
+        """Raise UsageError for a flag out of range, by name."""
         check_at_least(args, 1, "num_requests", "shared_len", "num_prefixes", "num_priorities")
         if args.rate is not None and not 1e-6 <= args.rate < math.inf:
             raise UsageError(
@@ -119,7 +119,7 @@ class Mix:
         )
 
     def arrivals(self, vocab_size: int, context: int) -> list[Arrival]:
-        """The requests in order of arrival, the first at 0. Lengths are cut so that each fits the context.
+        """Return the requests in order of arrival, the first at 0. Lengths are cut so that each fits the context.
 
         Raises:
             UsageError: The shared prefix leaves no room in the context.

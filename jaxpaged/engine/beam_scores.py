@@ -45,7 +45,7 @@ class BeamParams:
         return max(2, 1 + len(self.stop_token_ids)) * self.num_beams
 
     def check(self, vocab_size: int | None = None) -> None:
-        """Raises ValueError for a value out of range, TypeError for one of the wrong kind, by name."""
+        """Raise ValueError for a value out of range, TypeError for one of the wrong kind, by name."""
         for name in ("num_beams", "max_new_tokens"):
             as_count(getattr(self, name), f"`{name}`", minimum=1)
         if self.num_return_sequences is not None:
@@ -106,13 +106,13 @@ class BeamScores:
 
     @property
     def results(self) -> list[Sentence]:
-        """Those to return."""
+        """The sentences that the search returns, best first."""
         return self.finished[: self.params.num_return_sequences]
 
     def advance(
         self, top_ids: npt.NDArray[np.int32], top_logprobs: npt.NDArray[np.float32]
     ) -> tuple[Continuation, ...]:
-        """The beams that go on, best first; none when it is done.
+        """Return the beams that go on, best first; none when it is done.
 
         Args:
             top_ids: `[num_beams, num_top]`, of each beam the likeliest next tokens, best first; `num_top` is at least

@@ -1,83 +1,57 @@
-"""The engine: requests in, tokens out.
+"""The engine: prompts in, outputs or streams out, from any thread at the same time.
 
-`generate -> step -> Pipeline.advance -> schedule, move, dispatch, read, update`
+`generate -> queue -> Worker -> EngineCore.step -> queue -> RequestOutput`
 """
 
-import asyncio
 import dataclasses
-import functools
 import itertools
 import math
+import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpaged.checks import check_integer, check_number
 from jaxpaged.config import CacheConfig
-from jaxpaged.engine.beam import BeamOutput, BeamSearch
-from jaxpaged.engine.beam_scores import BeamParams, Sentence
-from jaxpaged.engine.interrupts import Interrupts
-from jaxpaged.engine.logprobs import TokenLogprobs
-from jaxpaged.engine.pipeline import Pipeline
-from jaxpaged.engine.plan import SchedulerConfig
-from jaxpaged.engine.progress import progress_bar
-from jaxpaged.engine.request import FinishReason, NewToken, Request, SamplingParams, check_token_ids
-from jaxpaged.engine.runner import Model, Runner
-from jaxpaged.engine.scheduler import Scheduler
+from jaxpaged.engine.beam import BeamOutput, BeamsFound, num_beam_pages
+from jaxpaged.engine.beam_scores import BeamParams
+from jaxpaged.engine.config import SchedulerConfig
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.handle import Mailbox, RequestHandle
+from jaxpaged.engine.log import Add, AddBeams, Entry, LoadPrefixes, Reset, WarmUp
+from jaxpaged.engine.outputs import NewToken, RequestOutput
+from jaxpaged.engine.request import QueueFullError, check_token_ids
+from jaxpaged.engine.sampling.params import SamplingParams
 from jaxpaged.engine.speculation import NgramSpeculation
-from jaxpaged.engine.stats import EngineStats, StepTimes, collect_stats
-from jaxpaged.engine.streams import TokenStream
-from jaxpaged.engine.text import TextStream
-from jaxpaged.kv_cache import KVCache
-from jaxpaged.paging import PageAllocator
-from jaxpaged.paging.swap import SwapSpace
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """A finished request.
-
-    Attributes:
-        token_ids: What was generated, a stop token included.
-        text: That of `token_ids`, where the engine has a tokenizer: without a stop string, unless it is to be included,
-            and without what the tokenizer leaves out (markup of the model). All `NewToken.text` together.
-        num_pages: Pages that held its keys and values at the end.
-        logprobs: Of each token of the output, where `num_logprobs` asks for them.
-        prompt_logprobs: Of each token of the prompt, where `prompt_logprobs` asks for them; None for its first, and
-            fewer than the prompt where the request ended inside it.
-        error: Why it ended early, where `finish_reason` is ERROR or DEADLINE.
-    """
-
-    request_id: int
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    num_pages: int
-    text: str = ""
-    error: Exception | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+from jaxpaged.engine.stats import EngineStats
+from jaxpaged.engine.step import Model
+from jaxpaged.engine.worker import Worker
+from jaxpaged.paging import OutOfPagesError, PageEvent, save_prefix_cache
+from jaxpaged.paging.store.swap import SwapSpace
+from jaxpaged.progress import progress_bar
 
 
 class Engine:
     """Runs many requests through one model and one pool of pages.
 
-    One thread steps it; `add_request` and `abort` may be called from any other.
+    A thread of its own steps it while there is work: it starts with the first request, and ends with `close`, or when
+    nobody holds the engine any more. The JAX contexts in force here (default device, matmul precision, mesh) apply in
+    it. In a process that was forked each verb raises RuntimeError.
 
     Args:
-        model: A pytree that is called as `logits, cache = model(cache, batch)`: see `jaxpaged.engine.runner.Model`. One
+        model: A pytree that is called as `logits, cache = model(cache, batch)`: see `jaxpaged.engine.step.Model`. One
             with a true attribute `compiles_itself` is called as it is; any other is compiled with the sampling.
         cache_config: Shape of the cache; `Llama.cache_config` makes it.
         scheduler_config: Limits of a step. A model's `max_position` lowers `max_model_len`, and its `vocab_size` bounds
-            token ids, where it has these attributes.
+            token ids, where it has these attributes. Its `layer_specs` divide the layers into page groups.
         tokenizer: Makes text of tokens: see `jaxpaged.engine.text.TextStream`. Needed for `SamplingParams.stop`; tokens
             come without it too.
         prefix_caching: Prompts share the pages of earlier ones that begin alike, as long as those are not needed.
         swap: Of this engine alone: where the pages of preempted requests are kept, and of prefixes that were evicted
             from the cache. None, or where it is full: they are computed again.
         speculation: Guesses tokens that a step checks all at once. The tokens that come out are the same.
+        record_events: Keep what becomes cached and what ceases to be, for `take_events`.
         clock: What deadlines are measured by, in seconds.
     """
 
@@ -91,42 +65,36 @@ class Engine:
         tokenizer: object = None,
         swap: SwapSpace | None = None,
         speculation: NgramSpeculation | None = None,
+        record_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        config = scheduler_config or SchedulerConfig()
-        config.check()
-        context = getattr(model, "max_position", config.max_model_len)
-        config = dataclasses.replace(config, max_model_len=min(config.max_model_len, context))
-        make_cache = functools.partial(KVCache.create, **dataclasses.asdict(cache_config))
-        cache = make_cache()
-        offload = prefix_caching and swap is not None
-        self.pages = PageAllocator(cache.num_pages, cache.page_size, prefix_caching=prefix_caching, offload=offload)
-        self.scheduler = Scheduler(config, self.pages, swap=swap, speculation=speculation)
-        self.runner = Runner(
+        core = EngineCore(
             model,
-            cache,
-            self.pages,
-            config,
-            make_cache=make_cache,
-            compile_whole=not getattr(model, "compiles_itself", False),
+            cache_config,
+            scheduler_config,
+            prefix_caching=prefix_caching,
+            tokenizer=tokenizer,
             swap=swap,
-            rows_per_seq=1 + (speculation.num_drafts if speculation else 0),
+            speculation=speculation,
+            record_events=record_events,
         )
-        self._interrupts = Interrupts()
-        self.pipeline = Pipeline(self.scheduler, self.runner, self._interrupts)
+        self.config = core.config
+        self.num_pages = core.pages.num_pages
+        self.page_size = core.pages.page_size
+        self._pages = core.pages  # asked only what never changes, as its owner is another thread
+        self._worker = Worker(core, clock)
         self._vocab_size: int | None = getattr(model, "vocab_size", None)
-        self._tokenizer = tokenizer
-        self._clock = clock
+        self._has_tokenizer = tokenizer is not None
         self._ids = itertools.count()
-        self._requests: dict[int, Request] = {}  # those unfinished
-        self._aborts: deque[int] = deque()
-        self._mailboxes: dict[int, deque[NewToken]] = {}
-        self._closed_streams: set[int] = set()  # of requests unfinished
-        self._untold: list[NewToken] = []  # of requests without a mailbox, for the next `step`
-        self._lock = threading.Lock()
-        self._stepping: asyncio.Future | None = None
-        self._times = StepTimes()
-        self._num_tokens = self._num_finished = self._num_failed = 0
+        self._adding = threading.Lock()
+        self._num_added = 0
+        self._header = {
+            "cache": dataclasses.asdict(cache_config),
+            "scheduler": dataclasses.asdict(core.config),
+            "prefix_caching": prefix_caching,
+            "num_swap_pages": 0 if swap is None else swap.stats().num_host_pages + swap.stats().num_file_pages,
+            "speculation": _description(speculation),
+        }
 
     def add_request(
         self,
@@ -135,12 +103,16 @@ class Engine:
         *,
         priority: int = 0,
         deadline: float | None = None,
-    ) -> int:
-        """Queues a prompt and returns the id under which its tokens will come.
+        cache_salt: str | None = None,
+    ) -> RequestHandle:
+        """Queue a prompt, and return the handle through which its tokens and its output come.
+
+        Whoever holds the handle may iterate over the tokens (`for`, `async for`), wait for `result()`, or `abort()`.
 
         Args:
             priority: Lower numbers go first.
             deadline: When it fails if it has not ended, by the engine's clock: `time.monotonic() + seconds`.
+            cache_salt: Pages of the prefix cache are shared only with requests of the same salt, a tenant's say.
 
         Raises:
             ValueError: The prompt is empty or as long as the context, a token id is not in the vocabulary, a sampling
@@ -148,8 +120,20 @@ class Engine:
             TypeError: A token id, a count or the priority is not an integer, or the deadline is not a number.
             OutOfPagesError: The pool is too small for this request alone.
             QueueFullError: `max_num_waiting` requests wait.
+            RuntimeError: The engine is closed, or this process was forked.
         """
-        return self._add_one(prompt_token_ids, params, priority, deadline).request_id
+        params = params or SamplingParams()
+        self._check_params(params)
+        if params.n != 1:
+            raise ValueError(f"`n` must be 1 here; got {params.n}. `add_samples` and `generate` take more.")
+        [handle] = self.add_samples(
+            prompt_token_ids, params, priority=priority, deadline=deadline, cache_salt=cache_salt
+        )
+        return handle
+
+    stream = add_request
+    """The handle is both iterators."""
+    astream = add_request
 
     def add_samples(
         self,
@@ -158,88 +142,26 @@ class Engine:
         *,
         priority: int = 0,
         deadline: float | None = None,
-    ) -> list[int]:
-        """Queues the `params.n` samples of a prompt, which is computed once: they share its pages until they write.
+        cache_salt: str | None = None,
+    ) -> list[RequestHandle]:
+        """Queue the `params.n` samples of a prompt, which is computed once: they share its pages until they write.
 
         Returns:
-            An id for each sample, whose tokens are those of a request with `params.of_sample(i)`.
+            A handle for each sample, whose tokens are those of a request with `params.of_sample(i)`.
 
         Raises:
-            ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`; then none is queued.
+            ValueError, TypeError, OutOfPagesError, QueueFullError, RuntimeError: As `add_request`; then none is queued.
         """
-        samples = self._add_samples(prompt_token_ids, params, priority, deadline)
-        return [request.request_id for request in samples]
-
-    def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-    ) -> TokenStream:
-        """Queues a prompt and returns its tokens as they come: `for token in ...`, or `async for token in ...`.
-
-        Whoever reads drives the engine; several streams, and `step`, may take turns: each gets its own tokens. Of async
-        streams any number run together. Abandoning a stream aborts its request.
-
-        Raises:
-            ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`.
-        """
-        mailbox: deque[NewToken] = deque()
-        request = self._add_one(prompt_token_ids, params, priority, deadline, mailbox)
-        return TokenStream(self, request.request_id, mailbox)
-
-    astream = stream  # one object is both iterators
-
-    def step(self) -> list[NewToken]:
-        """Starts one step, and returns the tokens of the one before: those of requests that have no stream.
-
-        Empty while a long prompt is being read, while the first step runs, and when nothing is left to do. A step that
-        raises ends its requests with the cause; the others go on, those whose pages it took with it from their start.
-        Ctrl-C comes through while the model compiles or its tokens are waited for, and loses none. Where it comes while
-        the model is called, all start over at the next call, with the tokens that they have generated.
-        """
-        with self._lock:
-            self._advance()
-            told, self._untold = self._untold, []
-            return told
-
-    def advance(self) -> None:
-        """`step` for those who read streams: what it would return is kept for the next `step`."""
-        with self._lock:
-            self._advance()
-
-    async def advance_async(self) -> None:
-        """One `advance` in a thread of its own; who calls while it runs, in the same loop, waits for the same one."""
-        loop = asyncio.get_running_loop()
-        if self._stepping is None or self._stepping.done() or self._stepping.get_loop() is not loop:
-            self._stepping = asyncio.ensure_future(asyncio.to_thread(self.advance))
-        await asyncio.shield(self._stepping)
-
-    def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do, or to tell."""
-        return bool(self._requests or self._untold)
+        entry = self._entry(prompt_token_ids, params, priority, deadline, cache_salt)
+        mailboxes = {request_id: Mailbox() for request_id in entry.request_ids}
+        handles = [RequestHandle(i, mailbox, self._worker.abort) for i, mailbox in mailboxes.items()]
+        self._submit([entry], _Switch(mailboxes))
+        return handles
 
     def abort(self, request_id: int) -> None:
-        """Ends a request at once, wherever it is, and frees its pages; one that has ended, or never was, is let be.
-
-        While another thread is in `step`, that step ends it.
-        """
-        self._aborts.append(request_id)
-        with self._interrupts.deferred():
-            if self._lock.acquire(blocking=False):
-                try:
-                    self._carry_out_aborts()
-                finally:
-                    self._lock.release()
-
-    def close_stream(self, request_id: int) -> None:
-        """Aborts the request of a stream, unless it has ended, and delivers nothing to it any more."""
-        if request_id in self._requests:
-            self._closed_streams.add(request_id)
-        self._mailboxes.pop(request_id, None)
-        self.abort(request_id)
+        """End a request at the next step, and free its pages; one that has ended, or never was, is left alone."""
+        self._worker.check()
+        self._worker.abort(request_id)
 
     def generate(
         self,
@@ -248,7 +170,7 @@ class Engine:
         *,
         on_token: Callable[[NewToken], None] | None = None,
     ) -> list[RequestOutput]:
-        """Runs prompts to their ends, together.
+        """Run prompts to their ends, together with whatever else runs.
 
         Args:
             prompts: Token ids.
@@ -260,43 +182,35 @@ class Engine:
             One output a prompt and sample, in the order given.
 
         Raises:
-            ValueError, TypeError, OutOfPagesError, QueueFullError: As `add_request`, before anything is computed.
-                Whatever is raised, no request of this call stays behind.
-            RuntimeError: Requests of `add_request` are unfinished: their tokens would have nowhere to go.
+            ValueError, TypeError, OutOfPagesError, QueueFullError, RuntimeError: As `add_request`, before anything is
+                computed.
+            BaseException: What `on_token` raised, or Ctrl-C. Whatever is raised, the requests of this call are aborted.
             Exception: What the model raised, where none of the prompts came to its end.
         """
-        if self._requests:
-            raise RuntimeError(
-                "`generate` must have the engine to itself; requests are unfinished. Step them to the end."
-            )
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"`params` must be one, or one for each of {len(prompts)} prompts; got {len(params)}.")
-        requests: list[Request] = []
-        others: list[NewToken] = []  # of requests that `on_token` or another thread adds
+        entries = [self._entry(prompt, p, 0, None, None) for prompt, p in zip(prompts, params, strict=True)]
+        ids = [request_id for entry in entries for request_id in entry.request_ids]
+        index, mailbox = {request_id: i for i, request_id in enumerate(ids)}, Mailbox()
+        outputs: dict[int, RequestOutput] = {}
         try:
-            with self._interrupts.deferred():
-                for prompt, p in zip(prompts, params, strict=True):
-                    requests += self._add_samples(prompt, p)
-            index = {r.request_id: i for i, r in enumerate(requests)}
-            while any(r.finish_reason is None for r in requests):
-                for token in self.step():
-                    if token.request_id not in index:
-                        others.append(token)
-                    elif on_token is not None and token.token_id is not None:
-                        on_token(token._replace(request_id=index[token.request_id]))
+            self._submit(entries, mailbox)
+            while len(outputs) < len(ids):
+                item = mailbox.get()
+                if isinstance(item, RequestOutput):
+                    outputs[item.request_id] = item
+                elif on_token is not None and item.token_id is not None:
+                    on_token(item._replace(request_id=index[item.request_id]))
         finally:
-            with self._interrupts.deferred():
-                for request in requests:
-                    if request.finish_reason is None:
-                        self.abort(request.request_id)
-                ours = {request.request_id for request in requests}
-                self._untold = others + [token for token in self._untold if token.request_id not in ours]
-        errors = [r.error for r in requests if r.error is not None]
-        if errors and len(errors) == len(requests):
-            raise errors[0]
-        return [_output(r) for r in requests]
+            for request_id in ids:
+                if request_id not in outputs:
+                    self._worker.abort(request_id)
+        errors = [output.error for output in outputs.values() if output.error is not None]
+        if errors and len(errors) == len(outputs):
+            raise outputs[ids[0]].error or errors[0]
+        return [outputs[request_id] for request_id in ids]
 
     def beam_search(
         self,
@@ -309,11 +223,11 @@ class Engine:
         num_return_sequences: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> list[tuple[BeamOutput, ...]]:
-        """The sentences with the highest scores that a search with several beams finds, as `transformers` does it.
+        """Return the sentences with the highest scores that a search with several beams finds.
 
-        Beams share pages as far as they begin alike; as many prompts run together as there are places
-        (`max_num_seqs`, one a beam) and pages for. `warmup` compiles what it needs where its `params` have one with
-        `num_logprobs` of `num_beams` times 2, or times 1 + the number of stop tokens if that is more.
+        They are those of `transformers`. Beams share pages as far as they begin alike, and run beside other requests.
+        `warmup` compiles what it needs where its `params` have one with `num_logprobs` of `num_beams` times 2, or times
+        1 + the number of stop tokens if that is more.
 
         Args:
             prompts: Token ids.
@@ -325,10 +239,10 @@ class Engine:
 
         Raises:
             ValueError, TypeError: An argument is out of range or of the wrong kind, or as in `add_request`.
-            OutOfPagesError: A prompt with all its beams may take more pages than are free. Nothing was computed.
-            RuntimeError: Requests of `add_request` are unfinished.
+            OutOfPagesError: A prompt with all its beams may take more pages than the pool has. Nothing was computed.
+            QueueFullError: `max_num_waiting` requests wait.
             FloatingPointError: The model's logits were not finite.
-            Exception: What the model raised. All pages are given back, and cached prefixes forgotten.
+            Exception: What the model raised.
         """
         params = BeamParams(
             num_beams=num_beams,
@@ -340,19 +254,27 @@ class Engine:
         )
         params.check(self._vocab_size)
         SamplingParams(stop_token_ids=params.stop_token_ids).check(self._vocab_size)
-        token_ids = [check_token_ids(prompt, self._vocab_size) for prompt in prompts]
-        with self._lock, self._interrupts.deferred():
-            if self._requests:
-                raise RuntimeError("`beam_search` must have the engine to itself; requests are unfinished.")
-            search = BeamSearch(
-                self.runner, self.pages, self.scheduler.config, params, lambda: next(self._ids), self._interrupts
-            )
-            try:
-                found = search.run(token_ids)
-            finally:
-                self.pipeline.num_steps += search.num_steps
-                self.scheduler.peak_num_pages = max(self.scheduler.peak_num_pages, search.peak_num_pages)
-        return [tuple(map(self._beam_output, scores.results)) for scores in found]
+        if num_beams > (limit := self.config.max_num_seqs):
+            raise ValueError(f"`num_beams` must be at most `max_num_seqs` = {limit}; got {num_beams}.")
+        entries = []
+        for place, prompt in enumerate(prompts):
+            token_ids = check_token_ids(prompt, self._vocab_size)
+            self._check_beams(place, len(token_ids), params)
+            entries.append(AddBeams(request_id=next(self._ids), prompt_token_ids=token_ids, params=params))
+        found: dict[int, BeamsFound] = {}
+        mailbox = Mailbox()
+        try:
+            self._submit(entries, mailbox)
+            while len(found) < len(entries):
+                item: BeamsFound = mailbox.get()
+                if item.error is not None:
+                    raise item.error
+                found[item.request_id] = item
+        finally:
+            for entry in entries:
+                if entry.request_id not in found:
+                    self._worker.abort(entry.request_id)
+        return [found[entry.request_id].outputs for entry in entries]
 
     def warmup(
         self,
@@ -361,188 +283,145 @@ class Engine:
         greedy: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Compiles every program that steps can need, so that no request waits for a compiler.
+        """Compile every program that steps can need, so that no request waits for a compiler.
 
         Args:
             params: Ways to sample, besides the likeliest token, that requests will use.
-            greedy: Compile also what steps need in which all take the likeliest token. False spares half of the
-                programs, where `params` has a way to sample without log-probabilities: such steps run as those that
-                draw.
-            progress: Called with (done, total); None shows a bar on stderr, if that is a terminal.
+            greedy: Compile also what steps need in which all take the likeliest token and want nothing else.
+            progress: Called with (done, total), in the engine's thread; None shows a bar on stderr, if that is a
+                terminal.
 
         Returns:
             How many programs there are.
         """
-        greedy = greedy or all(p.num_logprobs is not None for p in params)
-        programs = self.runner.all_programs(params, greedy=greedy)
-        with self._lock, progress_bar("Compiling", "programs") as bar:
-            advance = progress or bar
-            self.runner.cache = self.runner.mover.warm_up(self.runner.cache)
-            for done, program in enumerate(programs):
-                advance(done, len(programs))
-                self.runner.warm_up(program)
-            advance(len(programs), len(programs))
-        return len(programs)
+        with progress_bar("Compiling", "programs") as bar:
+            entry = WarmUp(params=tuple(params), greedy=greedy)
+            return self._worker.ask(lambda: self._worker.warm_up(entry, progress or bar))
 
     def reset(self) -> None:
-        """Aborts all requests, forgets their tokens and all cached prefixes, in the swap space too. Counts stay."""
-        with self._lock, self._interrupts.deferred():
-            self._aborts.extend(self._requests)
-            self._carry_out_aborts()
-            self._untold = []
-            self.pages.reset()
-            self.runner.mover.forget_prefixes()
+        """Abort all requests and forget all cached prefixes, in the swap space too. Counts stay."""
+        self._worker.ask(lambda: self._worker.apply(Reset()))
 
     def stats(self) -> EngineStats:
-        """Counts since the engine was made, and what it holds now."""
-        return collect_stats(
-            self.pipeline,
-            self._times,
-            num_finished=self._num_finished,
-            num_failed=self._num_failed,
-            num_tokens=self._num_tokens,
-        )
+        """Return the counts since the engine was made, and what it holds now."""
+        return self._worker.ask(self._worker.stats)
 
-    def _advance(self) -> None:
-        """One step; its tokens go where they are awaited. Needs the lock."""
-        with self._interrupts.deferred():
-            begin, num_steps = time.perf_counter(), self.pipeline.num_steps
-            self._take_aborts()
-            new = self.pipeline.advance(self._clock())
-            self._take_aborts()
-            new += self.scheduler.take_ended()
-            self._deliver(new, others=self._untold)
-            if new or self.pipeline.num_steps > num_steps:
-                self._times.add(time.perf_counter() - begin, self.pipeline.waited_s, len(new))
+    def take_events(self) -> list[PageEvent]:
+        """Return what became and what ceased to be cached since the last call: a router follows it.
 
-    def _carry_out_aborts(self) -> None:
-        self._take_aborts()
-        self._deliver(self.scheduler.take_ended(), others=[])  # who aborts knows of it
+        Raises:
+            ValueError: The engine was made without `record_events`.
+        """
+        return self._worker.ask(self._worker.core.take_events)
 
-    def _take_aborts(self) -> None:
-        while self._aborts:
-            request = self._requests.get(self._aborts.popleft())
-            if request is not None:
-                self.scheduler.end([request], FinishReason.ABORT)
+    def save_prefixes(self, path: str | os.PathLike[str], *, model: str) -> int:
+        """Save all cached prefixes to a file, and return how many pages they are: see `save_prefix_cache`."""
+        core = self._worker.core
+        return self._worker.ask(lambda: save_prefix_cache(path, core.pages, core.runner.cache, model=model))
 
-    def _deliver(self, new: list[NewToken], *, others: list[NewToken]) -> None:
-        """Counts new tokens, puts them into the mailboxes of streams or to `others`, and forgets ended requests."""
-        for token in new:
-            self._num_tokens += token.token_id is not None
-            if token.finish_reason is not None:
-                del self._requests[token.request_id]
-                self._num_finished += 1
-                self._num_failed += token.error is not None
-            if token.request_id not in self._closed_streams:
-                self._mailboxes.get(token.request_id, others).append(token)
-            elif token.finish_reason is not None:
-                self._closed_streams.discard(token.request_id)
+    def load_prefixes(self, path: str | os.PathLike[str], *, model: str) -> None:
+        """Load prefixes that were saved, as far as there is room: see `load_prefix_cache`."""
+        self._worker.ask(lambda: self._worker.apply(LoadPrefixes(path=os.fspath(path), model=model)))
 
-    def _add_one(
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """Write all that the engine is asked and what each step makes of it to a file, for `jaxpaged replay`.
+
+        Raises:
+            RuntimeError: The engine has run already: what it did before would be missing.
+            OSError: The file cannot be written.
+        """
+        self._worker.ask(lambda: self._worker.record(path, self._header))
+
+    def close(self) -> None:
+        """End all requests, and the thread. Whoever waits for a request gets a RuntimeError."""
+        self._worker.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self, entries: Sequence[Entry], mailbox: Any) -> None:
+        """Hand in entries, all or none."""
+        count = sum(len(entry.request_ids) if isinstance(entry, Add) else 1 for entry in entries)
+        with self._adding:
+            waiting, limit = self._num_added - self._worker.num_started, self.config.max_num_waiting
+            if limit is not None and waiting + count > limit:
+                raise QueueFullError(
+                    f"{waiting} requests are waiting, {count} are to come, and `max_num_waiting` is {limit}. "
+                    "Try again later."
+                )
+            self._worker.check()
+            self._num_added += count
+            for entry in entries:
+                self._worker.submit(entry, mailbox)
+
+    def _entry(
         self,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | None,
+        params: SamplingParams,
         priority: int,
         deadline: float | None,
-        mailbox: deque[NewToken] | None = None,
-    ) -> Request:
-        params = params or SamplingParams()
-        params.check(self._vocab_size)
-        if params.n != 1:
-            raise ValueError(f"`n` must be 1 here; got {params.n}. `add_samples` and `generate` take more.")
-        with self._interrupts.deferred():
-            return self._add(prompt_token_ids, params, priority, deadline, mailbox)
-
-    def _add_samples(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        deadline: float | None = None,
-    ) -> list[Request]:
-        params.check(self._vocab_size)
-        samples: list[Request] = []
-        with self._interrupts.deferred():
-            try:
-                for i in range(params.n):
-                    sample = params.of_sample(i) if params.n > 1 else params
-                    self._add(prompt_token_ids, sample, priority, deadline, samples=samples)
-            except (TypeError, ValueError, RuntimeError):
-                for request in samples:
-                    self.abort(request.request_id)
-                raise
-        return samples
-
-    def _add(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        deadline: float | None = None,
-        mailbox: deque[NewToken] | None = None,
-        samples: list[Request] | None = None,
-    ) -> Request:
+        cache_salt: str | None,
+    ) -> Add:
+        """Return the entry of a prompt whose arguments are all right."""
+        self._check_params(params)
         check_integer("priority", priority)
         if deadline is not None:
             check_number("deadline", deadline)
             if math.isnan(deadline):
                 raise ValueError("`deadline` must be a time by the engine's clock; got nan. None is no deadline.")
-        token_ids = samples[0].prompt_token_ids if samples else check_token_ids(prompt_token_ids, self._vocab_size)
-        request = Request(
-            request_id=next(self._ids),
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise TypeError(f"`cache_salt` must be a string; got {cache_salt!r}.")
+        token_ids = check_token_ids(prompt_token_ids, self._vocab_size)
+        max_len = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
+        self.config.check_request(len(token_ids), max_len, self._pages)
+        return Add(
+            request_ids=tuple(next(self._ids) for _ in range(params.n)),
             prompt_token_ids=token_ids,
             params=params,
-            max_tokens=min(len(token_ids) + params.max_new_tokens, self.scheduler.config.max_model_len),
-            priority=priority,
-            deadline=deadline,
-            text=self._text_of(params),
-        )
-        if samples is not None:
-            samples.append(request)
-            request.samples, request.prompt_logprobs = samples, samples[0].prompt_logprobs
-        self._requests[request.request_id] = request  # first: another thread may be in `step`
-        if mailbox is not None:
-            self._mailboxes[request.request_id] = mailbox
-        try:
-            self.scheduler.add(request)
-        except (ValueError, RuntimeError):
-            del self._requests[request.request_id]
-            self._mailboxes.pop(request.request_id, None)
-            raise
-        return request
-
-    def _beam_output(self, sentence: Sentence) -> BeamOutput:
-        stream = self._text_of(SamplingParams())
-        return BeamOutput(
-            token_ids=sentence.token_ids,
-            score=sentence.score,
-            finish_reason=FinishReason.STOP if sentence.is_stopped else FinishReason.LENGTH,
-            text="" if stream is None else stream.push(sentence.token_ids) + stream.finish(),
+            priority=int(priority),
+            deadline=None if deadline is None else float(deadline),
+            cache_salt=cache_salt,
         )
 
-    def _text_of(self, params: SamplingParams) -> TextStream | None:
-        if self._tokenizer is None:
-            if params.stop:
-                raise ValueError(f"`stop` needs a tokenizer, to find {params.stop!r} in text: Engine(tokenizer=...).")
-            return None
-        return TextStream(
-            self._tokenizer,
-            stop=params.stop,
-            include_stop=params.include_stop,
-            min_new_tokens=params.min_new_tokens,
-        )
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"`params` must be SamplingParams; got {params!r}.")
+        params.check(self._vocab_size)
+        if params.stop and not self._has_tokenizer:
+            raise ValueError(f"`stop` needs a tokenizer, to find {params.stop!r} in text: Engine(tokenizer=...).")
+
+    def _check_beams(self, place: int, num_prompt: int, params: BeamParams) -> None:
+        max_len = min(num_prompt + params.max_new_tokens, self.config.max_model_len)
+        self.config.check_request(num_prompt, max_len, self._pages)
+        needed = num_beam_pages(num_prompt, max_len, params.num_beams, self._pages, self.config)
+        usable = self.num_pages - 1
+        if needed > usable:
+            new = max_len - num_prompt
+            what = f"Prompt {place} of {num_prompt} tokens, with {params.num_beams} beams of {new} new ones,"
+            raise OutOfPagesError(needed, usable, what)
 
 
-def _output(request: Request) -> RequestOutput:
-    assert request.finish_reason is not None
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        token_ids=tuple(request.output_token_ids),
-        finish_reason=request.finish_reason,
-        num_pages=request.num_pages,
-        text=request.output_text,
-        error=request.error,
-        logprobs=None if request.params.num_logprobs is None else tuple(request.logprobs),
-        prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs),
-    )
+class _Switch:
+    """Leaves what is said of each request in a mailbox of its own."""
+
+    def __init__(self, mailboxes: dict[int, Mailbox]):
+        self._mailboxes = mailboxes
+
+    def put(self, item: Any) -> None:
+        if isinstance(item, Exception):
+            for mailbox in self._mailboxes.values():
+                mailbox.put(item)
+        else:
+            self._mailboxes[item.request_id].put(item)
+
+
+def _description(speculation: object) -> dict[str, Any] | None:
+    """Return how a speculation was made, where it is one of ours; any other is named, and cannot be made again."""
+    if speculation is None:
+        return None
+    if type(speculation) is NgramSpeculation:
+        return {name: getattr(speculation, name) for name in ("num_drafts", "max_ngram", "min_ngram")}
+    return {"type": type(speculation).__name__}

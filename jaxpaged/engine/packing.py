@@ -18,7 +18,7 @@ class Layout:
 
 
 def pack(tree: Any) -> tuple[np.ndarray, Layout]:
-    """The bits of all arrays of a tree, four bytes a value, as one int32 vector.
+    """Return the bits of all arrays of a tree, four bytes a value, as one int32 vector.
 
     Raises:
         TypeError: An array has another size of value.
@@ -33,7 +33,7 @@ def pack(tree: Any) -> tuple[np.ndarray, Layout]:
 
 
 def unpack(packed: jax.Array, layout: Layout) -> Any:
-    """The tree again, inside `jit`."""
+    """Return the tree again, inside `jit`."""
     leaves, begin = [], 0
     for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
         size = int(np.prod(shape))

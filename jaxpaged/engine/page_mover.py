@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpaged.cache.kv_cache import KVCache, PageBlock
 from jaxpaged.config import NULL_PAGE, cdiv
 from jaxpaged.engine.plan import StepPlan
-from jaxpaged.engine.request import Request
-from jaxpaged.kv_cache import KVCache, PageBlock
 from jaxpaged.paging import PageCopy
-from jaxpaged.paging.offload import put_evicted
-from jaxpaged.paging.page_layout import Block
-from jaxpaged.paging.swap import SwapSpace
+from jaxpaged.paging.store.layout import Block
+from jaxpaged.paging.store.offload import put_evicted
+from jaxpaged.paging.store.swap import SwapSpace
 
 _AT_ONCE = 16
 _MAX_UNDERWAY = 4
@@ -35,12 +34,14 @@ class PageMover:
         self.swap = swap
         self._leaving: list[tuple[list[bytes], PageBlock]] = []
 
-    def move(self, cache: KVCache, plan: StepPlan) -> tuple[KVCache, list[Request]]:
-        """The cache with all pages of the plan in place, and the requests whose pages did not come back whole."""
+    def move(self, cache: KVCache, plan: StepPlan) -> tuple[KVCache, list[int]]:
+        """Return the cache with all pages of the plan in place, and ids of requests whose pages did not come back
+        whole.
+        """
         self.keep_leaving()
         for begin in range(0, len(plan.evictions), _AT_ONCE):
             digests, page_ids = zip(*plan.evictions[begin : begin + _AT_ONCE], strict=True)
-            block = _export_pages(cache, _padded(np.array(page_ids, np.int32), NULL_PAGE))
+            block = _export_pages(cache, _sources(np.array(page_ids, np.int32)))
             self._leaving.append((list(digests), block.to_pinned_memory()))
             if len(self._leaving) >= _MAX_UNDERWAY:
                 jax.block_until_ready(self._leaving[-_MAX_UNDERWAY][1])
@@ -49,31 +50,31 @@ class PageMover:
             self.swap.put_sequence(request_id, _export(cache, page_ids))
         for copies in _batches(plan.page_copies):
             src, dst = np.asarray(copies, np.int32).T
-            cache = _copy_pages(cache, _padded(src, NULL_PAGE), _targets(dst, cache.num_pages))
+            cache = _copy_pages(cache, _sources(src), _targets(dst, cache.num_pages))
         for page_ids, block in plan.restores:
             cache = _import(cache, page_ids, block)
         lost = []
-        for request, page_ids in plan.swap_ins:
+        for request_id, page_ids in plan.swap_ins:
             assert self.swap is not None
-            block = self.swap.take_sequence(request.request_id)
+            block = self.swap.take_sequence(request_id)
             if block["k"].shape[1] < len(page_ids):
-                lost.append(request)
+                lost.append(request_id)
             else:
                 cache = _import(cache, page_ids, block)
         return cache, lost
 
     def forget_leaving(self) -> None:
-        """Drops the pages that are on their way to the swap space."""
+        """Drop the pages that are on their way to the swap space."""
         self._leaving = []
 
     def forget_prefixes(self) -> None:
-        """Drops these, and all pages of prefixes that are there."""
+        """Drop these, and all pages of prefixes that are there."""
         self.forget_leaving()
         if self.swap is not None:
             self.swap.drop_pages()
 
     def keep_leaving(self) -> None:
-        """Puts the pages that are on their way into the swap space."""
+        """Put the pages that are on their way into the swap space."""
         leaving, self._leaving = self._leaving, []
         try:
             for digests, block in leaving:
@@ -85,8 +86,8 @@ class PageMover:
             )
 
     def warm_up(self, cache: KVCache) -> KVCache:
-        """Compiles the programs, by moving nothing."""
-        nowhere, nothing = _targets(np.zeros(0, np.int32), cache.num_pages), np.full(_AT_ONCE, NULL_PAGE, np.int32)
+        """Compile the programs, by moving nothing."""
+        nowhere, nothing = _targets(np.zeros(0, np.int32), cache.num_pages), _sources(np.zeros(0, np.int32))
         cache = _copy_pages(cache, nothing, nowhere)
         if self.swap is not None:
             block = _export_pages(cache, nothing).to_host()
@@ -95,7 +96,7 @@ class PageMover:
 
 
 def _batches(copies: Sequence[PageCopy]) -> Iterator[list[PageCopy]]:
-    """Copies that can be made at the same time: none reads or writes what one before it writes."""
+    """Yield copies that can be made at the same time: none reads or writes what one before it writes."""
     batch: list[PageCopy] = []
     for copy in copies:
         if len(batch) == _AT_ONCE or any(dst in copy for _, dst in batch):
@@ -108,7 +109,7 @@ def _batches(copies: Sequence[PageCopy]) -> Iterator[list[PageCopy]]:
 
 def _export(cache: KVCache, page_ids: np.ndarray) -> dict[str, np.ndarray]:
     pieces = [
-        _export_pages(cache, _padded(page_ids[begin : begin + _AT_ONCE], NULL_PAGE)).to_host()
+        _export_pages(cache, _sources(page_ids[begin : begin + _AT_ONCE])).to_host()
         for begin in range(0, len(page_ids), _AT_ONCE)
     ]
     return {name: np.concatenate([p[name] for p in pieces], axis=1)[:, : len(page_ids)] for name in pieces[0]}
@@ -129,11 +130,16 @@ def _padded(values: np.ndarray, padding: int, axis: int = 0) -> np.ndarray:
     return np.pad(values, widths, constant_values=padding) if widths[axis][1] else values
 
 
-def _targets(page_ids: Sequence[int] | np.ndarray, num_pages: int) -> np.ndarray:
-    """Page ids followed by distinct ones past the pool, which are dropped."""
+def _sources(page_ids: np.ndarray) -> jax.Array:
+    """Return page ids followed by the null page."""
+    return jax.device_put(_padded(page_ids, NULL_PAGE))
+
+
+def _targets(page_ids: Sequence[int] | np.ndarray, num_pages: int) -> jax.Array:
+    """Return page ids followed by distinct ones past the pool, which are dropped."""
     targets = num_pages + np.arange(_AT_ONCE, dtype=np.int32)
     targets[: len(page_ids)] = page_ids
-    return targets
+    return jax.device_put(targets)
 
 
 @partial(jax.jit, donate_argnames="cache")

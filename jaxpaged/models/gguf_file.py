@@ -71,11 +71,11 @@ class GGUFFile:
     tensors: dict[str, GGUFTensor]
 
     def error(self, name: str, expected: str, got: object, hint: str = "") -> ValueError:
-        """A complaint about a key or a tensor of this file."""
+        """Return a complaint about a key or a tensor of this file."""
         return ValueError(f"{self.path}: `{name}` must {expected}; got {got}.{hint and ' ' + hint}")
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of `key`, `default` where it is absent.
+        """Return the value of `key`, `default` where it is absent.
 
         Raises:
             ValueError: The value is of another type than `kind`. An int passes for a float.
@@ -90,7 +90,8 @@ class GGUFFile:
         return value
 
     def positive_int(self, key: str, default: int | None = None) -> int:
-        """A positive int, required where there is no default. An array that repeats one number stands for that number.
+        """Return a positive int, required where there is no default. An array that repeats one number stands for that
+        number.
 
         Raises:
             ValueError: It is absent, something else, or differs from layer to layer.
@@ -249,7 +250,7 @@ def _check_version(path: Path, magic: bytes, cursor: _Cursor) -> None:
 
 
 def _measure(path: Path, name: str, shape: tuple[int, ...], type_number: int) -> tuple[GGMLQuantizationType, int]:
-    """A tensor's type and size in bytes."""
+    """Return a tensor's type and size in bytes."""
     try:
         dtype = GGMLQuantizationType(type_number)
     except ValueError:

@@ -142,7 +142,7 @@ class Tokenizer:
         return frozenset(id_ for id_ in (self.spec.eos_id, self.spec.eot_id) if id_ is not None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Special tokens written out in it count as such.
+        """Return token ids of a text. Special tokens written out in it count as such.
 
         BOS comes first where the checkpoint says so, once: a chat template may have written it already. A byte that has
         no token is left out, as llama.cpp leaves it out (SmolLM2 lacks six control characters).
@@ -159,20 +159,29 @@ class Tokenizer:
         return ids if ids[:1] == self._prefix else self._prefix + ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Bytes that are no UTF-8 come out as U+FFFD.
+        """Return text of token ids. Bytes that are no UTF-8 come out as U+FFFD.
 
         Raises:
             ValueError: An id outside the vocabulary.
         """
-        stream = self.stream(skip_special_tokens)
-        return "".join([*map(stream.push, token_ids), stream.finish()])
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
 
-    def stream(self, skip_special_tokens: bool = True) -> "TextStream":
-        """For token ids that come one by one."""
-        return TextStream(self, skip_special_tokens)
+    def detokenizer(self, prompt_token_ids: Iterable[int] = (), *, skip_special_tokens: bool = True) -> "Detokenizer":
+        """Return one for token ids that come one by one.
+
+        Args:
+            prompt_token_ids: What they continue: it is read, and not part of the text. Unknown ids in it are left out.
+            skip_special_tokens: Leave out what is markup of the model.
+        """
+        detokenizer = Detokenizer(self, skip_special_tokens)
+        for token_id in prompt_token_ids:
+            if 0 <= token_id < self.vocab_size:
+                detokenizer.push(token_id)
+        return detokenizer
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Messages, {"role": ..., "content": ...} each, as the text that the model was trained on.
+        """Return messages, {"role": ..., "content": ...} each, as the text that the model was trained on.
 
         Args:
             messages: The conversation so far, oldest first.
@@ -213,7 +222,7 @@ class Tokenizer:
         return "" if token_id is None else self.spec.tokens[token_id]
 
     def _bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for."""
+        """Return the bytes that a token stands for."""
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"`token_ids` must be ids below the vocabulary size, {self.vocab_size}; got {token_id}.")
         token, kind = self.spec.tokens[token_id], self._types[token_id]
@@ -225,7 +234,7 @@ class Tokenizer:
         return bytes(byte_of[char] for char in token) if byte_of.keys() >= set(token) else token.encode()
 
 
-class TextStream:
+class Detokenizer:
     """Turns token ids into text as they come: what `push` and `finish` return adds up to `Tokenizer.decode` of all.
 
     A character is held back until its last byte is there: byte-level tokens cut characters in two.
@@ -239,7 +248,7 @@ class TextStream:
         self._drop_space = _adds_space(tokenizer.spec)
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes: none, one or several."""
+        """Return the characters that this token completes: none, one or several."""
         if token_id in self._skipped:
             return ""
         piece = self._tokenizer._bytes(token_id)
@@ -312,7 +321,9 @@ def _adds_space(spec: TokenizerSpec) -> bool:
 
 @functools.cache
 def _byte_of_char() -> dict[str, int]:
-    """The GPT-2 alphabet: printable Latin-1 stands for its own bytes, U+0100 and on for the 68 other bytes in order."""
+    """Return the GPT-2 alphabet: printable Latin-1 stands for its own bytes, U+0100 and on for the 68 other bytes in
+    order.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,12 +1,8 @@
 """Paged attention as a Flax Linen module: the twin of `jaxpaged.nn.nnx.PagedAttention`."""
 
 from flax import linen
-from jaxtyping import Array, Float, Int
 
-from jaxpaged.batch import Batch
-from jaxpaged.kv_cache import KVCache
-from jaxpaged.ops.attention import Backend, write_and_attend
-from jaxpaged.ops.plan import AttentionPlan
+from jaxpaged.nn.paged_attention import write_and_attend
 
 
 class PagedAttention(linen.Module):
@@ -19,37 +15,6 @@ class PagedAttention(linen.Module):
     sm_scale: float | None = None
     logits_soft_cap: float | None = None
     sliding_window: int | None = None
-    backend: Backend = "auto"
+    backend: str = "auto"
 
-    def __call__(
-        self,
-        q: Float[Array, "num_tokens num_q_heads head_dim"],
-        k: Float[Array, "num_tokens num_kv_heads head_dim"],
-        v: Float[Array, "num_tokens num_kv_heads head_dim"],
-        cache: KVCache,
-        batch: Batch,
-        layer: int | Int[Array, ""],
-        *,
-        sinks: Float[Array, "num_q_heads"] | None = None,
-        alibi_slopes: Float[Array, "num_q_heads"] | None = None,
-        plan: AttentionPlan | None = None,
-    ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVCache]:
-        """One layer's attention, in the dtype of `q`, and the cache after the write.
-
-        `q` and `k` come with their positions in them (`jaxpaged.ops.rope`).
-        """
-        return write_and_attend(
-            q,
-            k,
-            v,
-            cache,
-            batch,
-            layer,
-            sm_scale=self.sm_scale,
-            logits_soft_cap=self.logits_soft_cap,
-            sliding_window=self.sliding_window,
-            backend=self.backend,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            plan=plan,
-        )
+    __call__ = write_and_attend

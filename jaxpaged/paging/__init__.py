@@ -5,11 +5,11 @@ What is decided here (which page to take, to copy, to give back) is executed on 
 
 from jaxpaged.paging.allocator import PageAllocator
 from jaxpaged.paging.digests import Key
-from jaxpaged.paging.groups import PageGroup
-from jaxpaged.paging.offload import exchange_pages
-from jaxpaged.paging.persist import load_prefix_cache, save_prefix_cache
+from jaxpaged.paging.groups import PageGroup, group_layers
+from jaxpaged.paging.observe.trace import TraceRecorder, read_trace
 from jaxpaged.paging.pool import OutOfPagesError, PagePool
-from jaxpaged.paging.reports import (
+from jaxpaged.paging.prefix_cache import PrefixCache
+from jaxpaged.paging.records import (
     CachedPages,
     Eviction,
     HostPages,
@@ -21,8 +21,9 @@ from jaxpaged.paging.reports import (
     Restore,
     SharingStats,
 )
-from jaxpaged.paging.swap import SwapSpace, SwapStats
-from jaxpaged.paging.trace import TraceRecorder, read_trace
+from jaxpaged.paging.store.offload import exchange_pages
+from jaxpaged.paging.store.persist import load_prefix_cache, save_prefix_cache
+from jaxpaged.paging.store.swap import SwapSpace, SwapStats
 
 __all__ = [
     "CachedPages",
@@ -38,12 +39,14 @@ __all__ = [
     "PagePool",
     "PageStats",
     "PoolSnapshot",
+    "PrefixCache",
     "Restore",
     "SharingStats",
     "SwapSpace",
     "SwapStats",
     "TraceRecorder",
     "exchange_pages",
+    "group_layers",
     "load_prefix_cache",
     "read_trace",
     "save_prefix_cache",

@@ -33,9 +33,9 @@ class Key(NamedTuple):
     Two keys are the same only where all three parts are: a kind never collides with another, nor a text with a number.
 
     Attributes:
-        kind: What it is: "adapter", "image", "tenant", ...
-        value: Which one: a name, a number, or the bytes of a hash.
-        position: Its first token: 0 for an adapter or a tenant's salt, the placeholder's for an image.
+        kind: The kind of thing: "adapter", "image", "salt", ...
+        value: The thing itself: a name, a number, or the bytes of a hash.
+        position: The first token that it shapes: 0 for an adapter or a tenant's salt, the placeholder's for an image.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Key(NamedTuple):
     position: int = 0
 
     def encode(self, first_token: int) -> bytes:
-        """Its bytes within the page that begins at `first_token`: each part tagged with its type and its length."""
+        """Return the key as bytes for the page that begins at `first_token`, each part with its type and its length."""
         parts = (self.kind, self.value, self.position - first_token)
         return b"".join(_encode(part) for part in parts)
 
@@ -57,7 +57,7 @@ def _encode(part: str | int | bytes) -> bytes:
 
 
 def check_keys(keys: Iterable[Key]) -> tuple[Key, ...]:
-    """The keys, once it is sure that each can be encoded. Raises TypeError or ValueError by name."""
+    """Return the keys, once it is sure that each can be encoded. Raises TypeError or ValueError by name."""
     try:
         keys = tuple(keys)
     except TypeError:
@@ -70,18 +70,18 @@ def check_keys(keys: Iterable[Key]) -> tuple[Key, ...]:
 
 
 def root_digest(page_size: int) -> bytes:
-    """The parent of every first page. Pages of another size, or of another version of this scheme, share none."""
+    """Return the parent of every first page: one for each page size and version of this scheme."""
     return _digest(b"jaxpaged prefix 1, pages of %d" % page_size)
 
 
 def group_tag(name: str, sliding_window: int | None) -> np.uint64:
-    """What tells the same tokens' pages in different groups apart: it is exclusive-ored into a digest's first word."""
+    """Return what is exclusive-ored into a digest's first word, so that groups do not share pages of equal tokens."""
     tag = _digest(Key("group", name, sliding_window or 0).encode(0))
     return np.frombuffer(tag, "<u8")[0].astype(np.uint64)
 
 
 def as_tokens(token_ids: TokenIds, label: str = "`token_ids`") -> npt.NDArray[np.int32]:
-    """Tokens as an int32 array of one axis; raises by name for what is none."""
+    """Return tokens as an int32 array of one axis; raises by name for anything else."""
     try:
         tokens = np.asarray(token_ids)
     except ValueError:  # lists of several lengths
@@ -110,14 +110,14 @@ def _range_of(label: str, token: int | np.integer) -> str:
 def hash_pages(
     tokens: npt.NDArray[np.int32], page_size: int, *, parent: bytes, keys: Sequence[Key] = (), first_page: int = 0
 ) -> Digests:
-    """[full pages of `tokens`, 2] their digests. Costs about half a microsecond a page of 16.
+    """[full pages of `tokens`, 2] Return their digests. Costs about half a microsecond a page of 16.
 
     Args:
         tokens: From the first token of page `first_page` on.
         page_size: Tokens a page.
         parent: The digest of the page before.
-        keys: Of the whole sequence; those outside these pages are not looked at.
-        first_page: Which page of its sequence the first one is.
+        keys: The keys of the whole sequence; those outside these pages are not looked at.
+        first_page: The place of the first of these pages in its sequence.
     """
     num_full = len(tokens) // page_size * page_size
     pages = struct.iter_unpack(f"{4 * page_size}s", tokens[:num_full].astype("<i4", copy=False).tobytes())
@@ -135,17 +135,17 @@ def hash_pages(
 
 
 def as_digests(digests: Iterable[bytes]) -> Digests:
-    """[n, 2] the digests as numbers, of the same value on every machine."""
+    """[n, 2] Return the digests as numbers, of the same value on every machine."""
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64, copy=False).reshape(-1, 2)
 
 
 def as_bytes(digest: Digests) -> bytes:
-    """One digest as bytes, or several one after the other."""
+    """Return one digest as bytes, or several one after the other."""
     return digest.astype("<u8", copy=False).tobytes()
 
 
 def _keys_by_page(keys: Sequence[Key], page_size: int) -> dict[int, bytes]:
-    """The encoded keys of each page that has some; their order among each other says nothing."""
+    """Return the encoded keys of each page that has some; their order among each other says nothing."""
     pages: dict[int, list[bytes]] = {}
     for key in keys:
         page = key.position // page_size

@@ -9,30 +9,48 @@ R = TypeVar("R")
 S = TypeVar("S", bound="Owned")
 
 
-class Owned(Protocol):
-    """What one thread owns: `_busy` while it is inside."""
+class Owner:
+    """Says whether a call is inside an object. The parts that an object is made of share its `Owner`.
 
-    _busy: bool
+    Attributes:
+        busy: Whether a call is inside.
+    """
+
+    __slots__ = ("busy",)
+
+    def __init__(self):
+        self.busy = False
+
+
+class Owned(Protocol):
+    """An object that one thread at a time may call."""
+
+    _owner: Owner
 
 
 def verb(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Refuses a call that begins while another thread is inside one: one owner, who may hand over between calls."""
+    """Make a method refuse a call that begins while another one is inside its object.
+
+    The owner may hand the object over to another thread between calls. Parts call the methods of each other that are
+    no verbs.
+    """
 
     @functools.wraps(method)
     def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._busy:  # nothing lets another thread run between this line and the next
+        owner = self._owner
+        if owner.busy:  # nothing lets another thread run between this line and the next
             raise second_thread(method.__name__)
-        self._busy = True
+        owner.busy = True
         try:
             return method(self, *args, **kwargs)
         finally:
-            self._busy = False
+            owner.busy = False
 
     return guarded
 
 
 def second_thread(name: str) -> RuntimeError:
-    """The refusal of a verb that began inside another one."""
+    """Return the refusal of a verb that began inside another one."""
     return RuntimeError(
         f"`{name}` was called while another thread was inside the page manager. It has one owner: let one thread make "
         "all calls, or put a lock around them."

@@ -1,19 +1,9 @@
 from pathlib import Path
 
-import jax
 import pytest
 
 from tests.cli.command import Terminal
 from tests.models.tiny_gguf import write_tiny_gguf
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-    """Most of these tests would be LLVM."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

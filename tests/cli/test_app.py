@@ -27,10 +27,11 @@ def test_info_lists_device_versions_and_why_a_backend_cannot_run(capfd):
     assert lines[0] == f"device    {jax.devices()[0].device_kind} (cpu), {jax.device_count()} in all"
     assert f"jax {jax.__version__}," in lines[1]
     assert f"numpy {np.__version__}," in lines[1]
-    backends = {line.split()[1]: line.split(maxsplit=2)[2] for line in lines[2:]}
+    backends = {line.split()[1]: line.split(maxsplit=2)[2] for line in lines[2:-1]}
     assert list(backends) == ["auto", "reference", "xla", "triton", "interpret"]
     assert backends.pop("triton").startswith("cannot run here: it needs an NVIDIA GPU, and JAX sees only a cpu;")
     assert set(backends.values()) == {"runs here"}
+    assert lines[-1] == "target    h200: the kind of GPU whose size attention is cut for"
 
 
 def test_info_without_the_device_that_was_asked_for_is_refused(capfd, monkeypatch):
@@ -44,6 +45,7 @@ def test_info_without_the_device_that_was_asked_for_is_refused(capfd, monkeypatc
     assert err.endswith("Unable to initialize backend 'cuda'\n")
 
 
+@pytest.mark.slow
 def test_python_m_jaxpaged_prints_json_and_nothing_else(model_path):
     """In a process of its own: no warning of Python or JAX gets between."""
     done = subprocess.run(

@@ -10,6 +10,7 @@ import pytest
 
 from jaxpaged import Engine, SamplingParams, SchedulerConfig
 from jaxpaged.cli import app
+from jaxpaged.engine.handle import RequestHandle
 from jaxpaged.models.loading import load_model
 from tests.cli.command import Terminal, run
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -47,7 +48,7 @@ def solo_answers(model_path, said: list[str], system: str | None = None) -> list
 # What is answered
 
 
-@pytest.mark.parametrize("system", [None, "a hen"])
+@pytest.mark.parametrize("system", ["a hen", pytest.param(None, marks=pytest.mark.slow)])
 def test_chat_answers_each_line_as_without_the_cache_and_reuses_pages(chat, model_path, system):
     said = ["the hen", "in the chin", "é!"]
     flags = ("--stats",) if system is None else ("--stats", "--system", system)
@@ -62,6 +63,7 @@ def test_chat_answers_each_line_as_without_the_cache_and_reuses_pages(chat, mode
     assert err.endswith(f"3 turns: {total} from earlier turns; {sum(new)} tokens answered.\n")
 
 
+@pytest.mark.slow
 def test_chat_after_reset_answers_as_at_first_out_of_cached_pages(chat):
     _, out, err = chat("the hen\nin 123\n/reset\nthe hen\n", "--stats")
     first, second, again = out.splitlines()
@@ -98,6 +100,7 @@ def test_chat_reads_utf8_with_a_byte_order_mark(chat, model_path):
 # The context
 
 
+@pytest.mark.slow
 def test_chat_says_when_the_context_is_full_and_goes_on_after_reset(chat):
     code, out, err = chat("the hen\nin the chin\n/reset\nthe hen\n", "--context", "48")
     assert code == 0
@@ -122,19 +125,19 @@ def test_chat_says_why_an_answer_was_cut(chat):
 
 @pytest.fixture
 def interrupts(monkeypatch):
-    """Makes step number n of an engine come with so many Ctrl-C."""
+    """Makes the wait for token number n come with so many Ctrl-C."""
 
     def interrupts(at: dict[int, int]):
-        advance, count = Engine.advance, 0
+        take, count = RequestHandle.__next__, 0
 
         def interrupted(self):
             nonlocal count
             count += 1
             for _ in range(at.get(count, 0)):
-                os.kill(os.getpid(), signal.SIGINT)
-            return advance(self)
+                signal.raise_signal(signal.SIGINT)
+            return take(self)
 
-        monkeypatch.setattr(Engine, "advance", interrupted)
+        monkeypatch.setattr(RequestHandle, "__next__", interrupted)
 
     return interrupts
 
@@ -154,7 +157,7 @@ def test_chat_interrupted_stops_the_answer_and_not_the_chat(chat, model_path, in
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_chat_interrupted_twice_in_a_step_stops_at_once(chat, model_path, interrupts):
+def test_chat_interrupted_twice_while_it_waits_stops_at_once(chat, model_path, interrupts):
     interrupts({1: 2})
     code, out, err = chat("a rat\nthe hen\n")
     assert code == 0

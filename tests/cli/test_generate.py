@@ -16,6 +16,7 @@ from jaxpaged import engine
 from jaxpaged.cli import app
 from jaxpaged.cli import generate as generate_command
 from jaxpaged.cli.parser import make_parser
+from jaxpaged.engine.handle import Mailbox
 from jaxpaged.models.loading import load_model
 from tests.cli.command import run
 from tests.models.tiny_gguf import tiny_vocabulary, write_tiny_gguf
@@ -94,6 +95,7 @@ def test_generate_together_equals_alone(records):
     assert len({tuple(record["token_ids"]) for record in together}) == 3
 
 
+@pytest.mark.slow
 def test_generate_from_a_sentencepiece_model_keeps_words_apart(generate, records, models):
     """Such a vocabulary drops the first space when it decodes, which is only right at the beginning of a text."""
     _, tokenizer = load_model(models / "llama.gguf")
@@ -105,13 +107,6 @@ def test_generate_from_a_sentencepiece_model_keeps_words_apart(generate, records
     assert generate(*prompts, model="llama.gguf")[1] == "".join(r["prompt"] + r["text"] + "\n" for r in got)
 
 
-def test_text_after_a_prompt_keeps_the_space_of_the_next_word(models):
-    _, tokenizer = load_model(models / "llama.gguf")
-    prompt, word = tokenizer.encode("in"), tokenizer.encode("the")[1:]
-    assert generate_command._text_after(prompt, tokenizer).push(word[0]) == " the"
-    assert generate_command._text_after([], tokenizer).push(word[0]) == "the"
-
-
 def test_generate_chat_applies_the_template_and_prints_the_reply_only(generate, records):
     [record] = records("the hen", "--chat")
     assert record["prompt"] == "the hen"
@@ -120,7 +115,8 @@ def test_generate_chat_applies_the_template_and_prints_the_reply_only(generate, 
     assert generate("the hen", "--chat")[1] == record["text"] + "\n"
 
 
-@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [3, 1])
 def test_generate_with_small_pages_gives_the_same_tokens(records, page_size):
     for small, usual in zip(records(*PROMPTS, "--page-size", str(page_size)), records(*PROMPTS), strict=True):
         assert small["token_ids"] == usual["token_ids"]
@@ -131,13 +127,14 @@ def test_generate_with_small_pages_gives_the_same_tokens(records, page_size):
 @pytest.mark.parametrize(
     ("backend", "prompt"),
     # A prompt of one token needs no prefill, which spares the interpreter half of its compilation.
-    [("auto", "the hen"), ("reference", "the hen"), ("interpret", "a")],
+    [("auto", "the hen"), ("reference", "the hen"), pytest.param("interpret", "a", marks=pytest.mark.slow)],
 )
 def test_generate_with_every_backend_gives_the_same_tokens(records, backend, prompt):
     few = ("--max-new-tokens", "3")
     assert records(prompt, *few, "--backend", backend) == records(prompt, *few)
 
 
+@pytest.mark.slow
 def test_generate_in_bfloat16_halves_the_cache(generate):
     code, out, err = generate("the hen", "--dtype", "bfloat16", "--format", "json", "--max-new-tokens", "2")
     assert code == 0
@@ -186,8 +183,7 @@ def test_summarise_of_more_prompts_than_run_together_compares_with_one_batch(cap
     """Seventy prompts through batches of at most 64 never need a contiguous cache of 70 rows. 2 MiB a page here."""
 
     class Done:
-        pages = engine.engine.PageAllocator(200)
-        scheduler = engine.engine.Scheduler(engine.SchedulerConfig(), pages)
+        page_size, config = 16, engine.SchedulerConfig()
 
         def stats(self):
             return engine.EngineStats(num_steps=9, peak_num_pages=128, nbytes_per_page=2**21, num_preemptions=0)
@@ -340,19 +336,19 @@ def test_generate_one_prompt_on_a_terminal_streams_it(generate, records, termina
     [record] = records("the hen")
     stdout = terminal("stdout")
     pieces = []
-    push = engine.Engine.step
+    get = Mailbox.get
 
-    def step(self):
+    def watched(self):
         pieces.append(stdout.read())
-        return push(self)
+        return get(self)
 
-    monkeypatch.setattr(engine.Engine, "step", step)
+    monkeypatch.setattr(Mailbox, "get", watched)
     code, _, err = generate("the hen")
     pieces.append(stdout.read())
     assert code == 0
     assert "".join(pieces) == record["prompt"] + record["text"] + "\n"
-    assert pieces[2].startswith("the hen")  # with the first token, which comes while the second step runs
-    assert len(pieces) == NUM_NEW + 2
+    assert pieces[1].startswith("the hen")  # with the first token, while the second is waited for
+    assert sum(map(bool, pieces)) > 3  # some tokens complete no character
     assert err.count("\n") == 1
 
 
@@ -398,6 +394,6 @@ def test_generate_interrupted_exits_with_130_and_no_traceback(generate, monkeypa
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.Engine, "step", interrupted)
+    monkeypatch.setattr(Mailbox, "get", interrupted)
     monkeypatch.setattr(app, "_leave", sys.exit)
     assert generate("the hen") == (130, "", "")

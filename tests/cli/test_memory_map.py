@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.paging import PageAllocator
-from jaxpaged.paging.trace import TraceRecorder
+from jaxpaged.paging.observe.trace import TraceRecorder
 from tests.cli.command import run
 
 HEAD = '{"trace": 1, "num_pages": 9, "page_size": 4}\n'

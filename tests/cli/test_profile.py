@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 import jaxpaged as jp
-from jaxpaged.config import LlamaConfig
+from jaxpaged.models.config import LlamaConfig
 from jaxpaged.models.llama import Llama
 from tests.cli.command import run
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench"])
+@pytest.mark.parametrize("command", [*(pytest.param(c, marks=pytest.mark.slow) for c in ("generate", "chat")), "bench"])
 def test_profile_writes_a_trace_and_says_where(model_path, tmp_path, monkeypatch, capfd, command):
     arguments = {
         "generate": ("the hen", "--max-new-tokens", "2"),
@@ -30,7 +30,7 @@ def test_profile_writes_a_trace_and_says_where(model_path, tmp_path, monkeypatch
     assert [path.stat().st_size > 0 for path in traces.rglob("*.xplane.pb")] == [True]
 
 
-@pytest.mark.parametrize("layer_loop", ["unroll", "scan"])
+@pytest.mark.parametrize("layer_loop", ["unroll", pytest.param("scan", marks=pytest.mark.slow)])
 def test_llama_names_the_parts_of_a_step(layer_loop):
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=8,
@@ -43,7 +43,9 @@ def test_llama_names_the_parts_of_a_step(layer_loop):
         return jax.ShapeDtypeStruct(dims, jnp.int32)
 
     batch = jp.Batch(
-        token_ids=array(2), positions=array(2), slot_mapping=array(2), page_table=array(2, 2), seq_lens=array(2)
+        token_ids=array(2),
+        positions=array(2),
+        ragged=jp.Ragged(slot_mapping=array(2), page_table=array(2, 2), seq_lens=array(2)),
     )
     hlo = jax.jit(lambda model, cache, batch: model(cache, batch)).lower(model, cache, batch).compile().as_text()
     layers = ["layer_0", "layer_1"] if layer_loop == "unroll" else ["layers"]

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 
-from jaxpaged.config import LlamaConfig
+from jaxpaged.models.config import LlamaConfig
 
 CONFIG = LlamaConfig(
     vocab_size=48,

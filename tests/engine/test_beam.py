@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 import jaxpaged as jp
-from jaxpaged.engine import Engine, FinishReason, SchedulerConfig
+from jaxpaged.engine import Engine, EngineCore, FinishReason, SchedulerConfig
 from jaxpaged.engine.beam_scores import BeamParams, BeamScores
 from jaxpaged.models.llama import Llama
 from jaxpaged.models.loading import load_model
 from tests.engine.beam_cases import BUILTIN_OPTIONS, CONFIG, NUM_NEW, OPTIONS, PROMPTS, make_weights
+from tests.engine.tiny import Stepped
 from tests.models.dense_llama import dense_logits
 
 RECORD = json.loads((Path(__file__).parent.parent / "data/beams.json").read_text("utf-8"))
-LIMITS = SchedulerConfig(max_num_seqs=16, max_step_tokens=16, max_model_len=64)
+LIMITS = SchedulerConfig(max_num_seqs=8, max_step_tokens=8, max_model_len=64)
 TOLERANCE = 2e-5  # of a score in float32, whose terms differ in rounding
 
 
@@ -25,8 +26,16 @@ def model() -> Llama:
     return Llama.from_params(CONFIG, make_weights(), dtype=jnp.float32, backend="auto", layer_loop="calls")
 
 
-def make_engine(model, num_pages: int = 120, limits: SchedulerConfig = LIMITS, **options) -> Engine:
-    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), limits, **options)
+def make_engine(model, num_pages: int = 120, limits: SchedulerConfig = LIMITS, **options) -> Stepped:
+    """A sequence that no step sees holds the rest of the pool: each size would be compiled."""
+    core = EngineCore(model, model.cache_config(num_pages=120, page_size=4), limits, **options)
+    if num_pages < 120:
+        core.pages.add("elsewhere", (120 - num_pages) * 4)
+    return Stepped(core)
+
+
+def make_front(model, num_pages: int = 120) -> Engine:
+    return Engine(model, model.cache_config(num_pages=num_pages, page_size=4), LIMITS)
 
 
 def tokens_of(found) -> list[list[tuple[int, ...]]]:
@@ -38,6 +47,7 @@ def check_beams(outputs, expected) -> None:
     np.testing.assert_allclose([o.score for o in outputs], [score for _, score in expected], rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_beam_search_of_every_option_equals_transformers(model):
     """Prompts together, in waves; the record is of each alone."""
     engine = make_engine(model)
@@ -54,10 +64,11 @@ def test_beam_search_of_every_option_equals_transformers(model):
     assert stopped > 50
 
 
+@pytest.mark.slow
 def test_beam_search_of_the_builtin_model_equals_transformers():
     model, tokenizer = load_model()
     config = SchedulerConfig(max_num_seqs=16, max_model_len=128)
-    engine = Engine(model, model.cache_config(num_pages=40, page_size=16), config, tokenizer=tokenizer)
+    engine = Stepped(EngineCore(model, model.cache_config(num_pages=40, page_size=16), config, tokenizer=tokenizer))
     found = engine.beam_search(RECORD["builtin_prompts"], **BUILTIN_OPTIONS)
     for outputs, beams in zip(found, RECORD["builtin"], strict=True):
         check_beams(outputs, beams)
@@ -80,7 +91,7 @@ def test_beam_search_scores_are_log_probabilities_in_float64(model):
     ("num_pages", "limits"),
     [
         (30, LIMITS),
-        (120, SchedulerConfig(max_num_seqs=3, max_step_tokens=5, max_model_len=64)),
+        pytest.param(120, SchedulerConfig(max_num_seqs=3, max_step_tokens=5, max_model_len=64), marks=pytest.mark.slow),
     ],
     ids=["few pages", "short chunks"],
 )
@@ -103,12 +114,9 @@ def test_beam_search_in_the_fewest_pages_it_may_take_ends_and_in_one_less_is_ref
     [found] = engine.beam_search([PROMPTS[3]], **options)
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     assert engine.pages.num_free_pages == 19
-    engine = make_engine(model, 19)
     message = "Prompt 1 of 17 tokens, with 5 beams of 12 new ones, needs 19 pages; 18 are free"
-    with pytest.raises(jp.OutOfPagesError, match=message):
-        engine.beam_search([PROMPTS[0], PROMPTS[3]], **options)
-    assert engine.stats().num_steps == 0
-    assert engine.pages.num_free_pages == 18
+    with make_front(model, 19) as front, pytest.raises(jp.OutOfPagesError, match=message):
+        front.beam_search([PROMPTS[0], PROMPTS[3]], **options)
 
 
 def test_beam_search_shares_pages_and_copies_only_those_that_are_written(model, monkeypatch):
@@ -116,7 +124,7 @@ def test_beam_search_shares_pages_and_copies_only_those_that_are_written(model, 
     dispatch, sharing, copies = engine.runner.dispatch, [], []
 
     def watch(plan):
-        sharing.append(engine.pages.sharing([r.request_id for r in plan.requests]))
+        sharing.append(engine.pages.sharing(plan.request_ids))
         copies.append(len(plan.page_copies))
         return dispatch(plan)
 
@@ -139,6 +147,7 @@ def test_beam_search_hits_prefixes_and_leaves_them_for_others(model):
     assert engine.stats().num_hit_tokens == 32
 
 
+@pytest.mark.slow
 def test_beam_search_after_warmup_compiles_nothing(model):
     limits = SchedulerConfig(max_num_seqs=4, max_step_tokens=8, max_model_len=64)
     engine = make_engine(model, limits=limits)
@@ -179,7 +188,8 @@ class Broken:
 
 @pytest.mark.parametrize(("how", "error"), [("raise", RuntimeError), ("nan", FloatingPointError)])
 def test_beam_search_that_fails_gives_all_pages_back_and_the_engine_goes_on(model, how, error):
-    engine = Engine(Broken(model, how), model.cache_config(num_pages=120, page_size=4), LIMITS)
+    config = model.cache_config(num_pages=120, page_size=4)
+    engine = Stepped(EngineCore(Broken(model, how), config, LIMITS))
     with pytest.raises(error, match="broken" if how == "raise" else "are not finite"):
         engine.beam_search(PROMPTS, num_beams=4, max_new_tokens=6)
     assert engine.pages.num_free_pages == 119
@@ -188,18 +198,38 @@ def test_beam_search_that_fails_gives_all_pages_back_and_the_engine_goes_on(mode
     assert tokens_of(found) == tokens_of(expected)
 
 
-def test_beam_search_while_requests_are_unfinished_is_refused(model):
+@pytest.mark.parametrize("num_pages", [120, 20])
+def test_beam_search_beside_other_requests_and_through_preemption_finds_the_same(model, num_pages):
+    """Beams of two prompts, and requests that decode; in the small pool some are preempted and come back."""
+    params = jp.SamplingParams(max_new_tokens=12)
+    expected = make_engine(model).beam_search(PROMPTS[2:], num_beams=3, max_new_tokens=12)
+    alone = [output.token_ids for output in make_engine(model).generate(PROMPTS, params)]
+    engine = make_engine(model, num_pages)
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    assert tokens_of(engine.beam_search(PROMPTS[2:], num_beams=3, max_new_tokens=12)) == tokens_of(expected)
+    assert [engine.outputs.finished[i].token_ids for i in ids] == alone
+    assert (engine.stats().num_preemptions > 0) == (num_pages == 20)
+    assert engine.pages.num_free_pages == num_pages - 1
+
+
+def test_beam_search_makes_nobody_else_wait(model):
+    """A request beside it has a token in each step; the beams sit every second one out, until theirs is known."""
     engine = make_engine(model)
-    engine.add_request(PROMPTS[0])
-    with pytest.raises(RuntimeError, match="`beam_search` must have the engine to itself"):
-        engine.beam_search(PROMPTS, num_beams=2)
+    request_id = engine.add_request(PROMPTS[0], jp.SamplingParams(max_new_tokens=20))
+    dispatch, plans = engine.runner.dispatch, []
+    engine.runner.dispatch = lambda plan: plans.append(plan) or dispatch(plan)
+    engine.beam_search([PROMPTS[1]], num_beams=2, max_new_tokens=8)
+    assert all(request_id in plan.request_ids for plan in plans[:20])
+    assert (
+        sum(len(plan.request_ids) > 1 for plan in plans[:20]) == 1 + 7
+    )  # both prompts; then seven tokens more of two beams
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"num_beams": 0}, ValueError, "`num_beams` must be an integer >= 1; got 0"),
-        ({"num_beams": 17}, ValueError, "`num_beams` must be at most `max_num_seqs` = 16; got 17"),
+        ({"num_beams": 9}, ValueError, "`num_beams` must be at most `max_num_seqs` = 8; got 9"),
         ({"num_beams": 25}, ValueError, "`num_beams` must be at most 24, with a vocabulary of 48 and 0 stop tokens"),
         ({"num_return_sequences": 3}, ValueError, "`num_return_sequences` must be at most `num_beams` = 2; got 3"),
         ({"max_new_tokens": 1.5}, TypeError, "`max_new_tokens` must be an integer >= 1; got 1.5"),
@@ -213,10 +243,8 @@ def test_beam_search_while_requests_are_unfinished_is_refused(model):
     ],
 )
 def test_beam_search_with_a_bad_argument_names_it(model, change, error, message):
-    engine = make_engine(model)
-    with pytest.raises(error, match=message):
+    with make_front(model) as engine, pytest.raises(error, match=message):
         engine.beam_search(**{"prompts": PROMPTS, "num_beams": 2, **change})
-    assert engine.pages.num_free_pages == 119
 
 
 def test_beam_scores_keep_finished_sentences_that_nothing_running_can_beat():

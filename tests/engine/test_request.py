@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpaged.engine.request import SamplingParams
+from jaxpaged.engine.sampling.params import SamplingParams
 
 INF, NAN = float("inf"), float("nan")
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpaged.config import LlamaConfig
-from jaxpaged.engine import Engine, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig
+from jaxpaged.engine import EngineCore, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig
+from jaxpaged.models.config import LlamaConfig
 from jaxpaged.models.llama import Llama
-from jaxpaged.paging.swap import SwapSpace
+from jaxpaged.paging.store.swap import SwapSpace
+from tests.engine.tiny import Stepped
 
 pytestmark = pytest.mark.slow
 
@@ -84,9 +85,10 @@ class Solo:
         return [output.token_ids for output in outputs]
 
 
-def make_engine(model: Llama, limits: SchedulerConfig = LIMITS, **options) -> Engine:
+def make_engine(model: Llama, limits: SchedulerConfig = LIMITS, **options) -> Stepped:
     """All engines have the same shapes, so that programs are compiled once."""
-    return Engine(model, model.cache_config(num_pages=NUM_PAGES, page_size=PAGE_SIZE), limits, **options)
+    config = model.cache_config(num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    return Stepped(EngineCore(model, config, limits, **options))
 
 
 def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, request):
@@ -100,7 +102,7 @@ def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, req
     two = dataclasses.replace(LIMITS, max_num_seqs=2)  # and as many drafts
     speculating = make_engine(model, two, speculation=NgramSpeculation(num_drafts=1, min_ngram=1))
     for e in (engine, speculating):
-        e.warmup([SAMPLED], greedy=False)
+        e.warmup([SAMPLED])
     before = compilations()
     got = {}
     got |= drive(engine, requests[: num_requests * 3 // 4], rng, first=0)
@@ -120,7 +122,7 @@ def test_soak_of_random_requests_equals_their_solo_runs(model, compilations, req
     assert len(got) > num_requests * 0.8
 
 
-def drive(engine: Engine, requests: list, rng: np.random.Generator, first: int) -> dict:
+def drive(engine: Stepped, requests: list, rng: np.random.Generator, first: int) -> dict:
     """Lets requests arrive, and aborts some; the tokens of each that was not, by its number and sample."""
     waiting = collections.deque(enumerate(requests, first))
     place_of: dict[int, tuple[int, int]] = {}

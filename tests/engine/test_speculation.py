@@ -9,8 +9,9 @@ import pytest
 
 import jaxpaged as jp
 from jaxpaged.config import CacheConfig
-from jaxpaged.engine import Engine, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig
+from jaxpaged.engine import EngineCore, FinishReason, NgramSpeculation, SamplingParams, SchedulerConfig
 from jaxpaged.engine.request import Request
+from tests.engine.tiny import Stepped
 
 VOCAB_SIZE, NUM_NEW = 7, 12
 CACHE = CacheConfig(num_layers=1, num_pages=129, page_size=8, num_kv_heads=1, head_dim=8, dtype="float32")
@@ -26,7 +27,9 @@ class Bigrams:
 
     def __call__(self, cache: jp.KVCache, batch: jp.Batch) -> tuple[jax.Array, jp.KVCache]:
         """Nothing is written: no token looks back."""
-        last = jnp.arange(len(batch.seq_lens)) if batch.cu_q_lens is None else batch.cu_q_lens[1:] - 1
+        last = (
+            jnp.arange(len(batch.ragged.seq_lens)) if batch.ragged.cu_q_lens is None else batch.ragged.cu_q_lens[1:] - 1
+        )
         return self.table[batch.token_ids[last]], cache
 
 
@@ -50,7 +53,7 @@ def bigrams() -> Bigrams:
 
 def generate(model, speculation, params: list[SamplingParams], limits: SchedulerConfig = LIMITS):
     """Token ids of a request for each of `params`, from nine zeros, and what the engine counted."""
-    engine = Engine(model, CACHE, limits, speculation=speculation)
+    engine = Stepped(EngineCore(model, CACHE, limits, speculation=speculation))
     outputs = engine.generate([[0] * 9] * len(params), params)
     assert engine.pages.num_free_pages == CACHE.num_pages - 1
     return [output.token_ids for output in outputs], engine.stats()
@@ -125,7 +128,7 @@ def test_guess_whose_logits_are_not_finite_counts_only_where_it_stands(bigrams):
     # After 1, which follows the prompt, it comes: what the guess that stands gave is told, and then the request ends.
     stands = Bigrams(table.at[0, 1].set(20.0).at[1, 6].set(20.0))
     for speculation in (None, Six(0)):
-        engine = Engine(stands, CACHE, LIMITS, speculation=speculation)
+        engine = Stepped(EngineCore(stands, CACHE, LIMITS, speculation=speculation))
         engine.add_request([0], params[0])
         tokens = []
         while engine.has_unfinished():
@@ -150,11 +153,11 @@ def test_guess_whose_logits_are_not_finite_counts_only_where_it_stands(bigrams):
     ],
 )
 def test_ngrams_propose_what_followed_the_longest_run(tokens, limit, expected):
-    request = Request(request_id=0, prompt_token_ids=tokens[:1], params=SamplingParams(), max_tokens=40)
+    request = Request(request_id=0, prompt_token_ids=tokens[:1], params=SamplingParams(), max_len=40)
     speculation = NgramSpeculation()
     for token in tokens[1:]:  # as a request grows: what it has seen is not read again
         speculation.propose(request, 9)
         request.output_token_ids.append(token)
     assert speculation.propose(request, limit) == expected
-    whole = Request(request_id=1, prompt_token_ids=tokens, params=SamplingParams(), max_tokens=40)
+    whole = Request(request_id=1, prompt_token_ids=tokens, params=SamplingParams(), max_len=40)
     assert speculation.propose(whole, limit) == expected

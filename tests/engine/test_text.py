@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def builtin_tokenizer() -> Tokenizer:
 
 
 class Wordwise:
-    """A tokenizer as others have it: no stream, only `decode` of whole lists."""
+    """A tokenizer as others have it: no detokenizer, only `decode` of whole lists."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -163,6 +164,36 @@ def test_push_skips_special_tokens_unless_told():
     assert "".join(streamed(BYTES, ids, skip_special_tokens=False)[0]) == "a<|im_end|>"
 
 
+def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
+    """A vocabulary of bytes alone, as a checkpoint's `tokenizer.json` has it for characters that are no token."""
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    return tokenizer
+
+
+@given(text=st.text("a日本é👍\u0915", max_size=20), num_prompt=st.integers(0, 12))
+def test_push_of_byte_tokens_leaves_characters_as_they_came_out(text, num_prompt):
+    """A character that is begun makes the library read those before it as U+FFFD, until it is complete."""
+    tokenizer, ids = byte_fallback_tokenizer(), [1 + byte for byte in text.encode()]
+    prompt, ids = ids[:num_prompt], ids[num_prompt:]
+    stream = TextStream(tokenizer, prompt)
+    pieces = [stream.push([id_]) for id_ in ids] + [stream.finish()]
+    whole = text.encode()[:num_prompt].decode(errors="ignore")
+    assert whole + "".join(pieces) == (text if ids else whole)
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, Wordwise], ids=["pieces", "window"])
+def test_push_behind_a_prompt_continues_its_words(wrap):
+    prompt, more = PIECES.encode("in"), PIECES.encode("the dog")
+    pieces = streamed(wrap(PIECES), more, prompt_token_ids=prompt)[0]
+    assert PIECES.decode(prompt) + "".join(pieces) == PIECES.decode([*prompt, *more]) == "in the dog"
+    pieces, stream = streamed(wrap(PIECES), more, prompt_token_ids=prompt, stop=[" the"])
+    assert ("".join(pieces), stream.stopped_by) == ("", " the")
+
+
 # Stop strings.
 
 
@@ -244,5 +275,5 @@ def test_text_stream_with_a_bad_stop_raises(stop):
 
 
 def test_text_stream_of_no_tokenizer_raises():
-    with pytest.raises(TypeError, match="`tokenizer` must have a method `stream` or `decode`; got int."):
+    with pytest.raises(TypeError, match="`tokenizer` must have a method `detokenizer` or `decode`; got int."):
         TextStream(3)

@@ -10,6 +10,7 @@ from jaxpaged.models.llama import Llama
 def dense_logits(model: Llama, tokens: list[int]) -> np.ndarray:
     """The same network in float64 numpy over one sequence, with no cache: [len(tokens), vocab_size]."""
     c = model.config
+    windows = c.sliding_windows or (None,) * c.num_layers
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(model)))
     angles = np.arange(len(tokens))[:, None] * c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
 
@@ -28,7 +29,8 @@ def dense_logits(model: Llama, tokens: list[int]) -> np.ndarray:
         q, k, v = np.split(qkv, (c.num_q_heads, c.num_q_heads + c.num_kv_heads), axis=1)
         k, v = (np.repeat(y, c.num_q_heads // c.num_kv_heads, axis=1) for y in (turn(k), v))
         logits = np.einsum("qhd,khd->hqk", turn(q), k) / np.sqrt(c.head_dim)
-        logits[:, np.triu(np.ones((len(tokens),) * 2, bool), 1)] = -np.inf
+        behind = np.arange(len(tokens))[:, None] - np.arange(len(tokens))
+        logits[:, (behind < 0) | (behind >= (windows[i] or len(tokens)))] = -np.inf
         p = np.exp(logits - logits.max(-1, keepdims=True))
         out = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v).reshape(len(tokens), -1)
         x = x + out @ w["o"].T

@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 import jaxpaged as jp
-from jaxpaged.aot import hlo_copies
-from jaxpaged.config import LlamaConfig
 from jaxpaged.engine import Engine, SamplingParams, SchedulerConfig
+from jaxpaged.inspect.aot import hlo_copies
 from jaxpaged.models import llama
+from jaxpaged.models.config import LlamaConfig
 from jaxpaged.models.llama import Llama
+from jaxpaged.paging import group_layers
 from tests.models.dense_llama import dense_logits
 
 GREEDY = json.loads((Path(__file__).parent.parent / "data/greedy_smollm2.json").read_text("utf-8"))
@@ -55,18 +56,29 @@ def batch_of(tokens: list[list[int]], new: list[int]) -> jp.Batch:
     return jp.Batch(
         token_ids=np.concatenate([t[len(t) - n :] for t, n in zip(tokens, new, strict=True)]).astype(np.int32),
         positions=np.concatenate(positions).astype(np.int32),
-        slot_mapping=np.concatenate(slots).astype(np.int32),
-        page_table=page_table,
-        seq_lens=np.array([len(t) for t in tokens], np.int32),
-        cu_q_lens=None if set(new) == {1} else np.cumsum([0, *new], dtype=np.int32),
+        ragged=jp.Ragged(
+            slot_mapping=np.concatenate(slots).astype(np.int32),
+            page_table=page_table,
+            seq_lens=np.array([len(t) for t in tokens], np.int32),
+            cu_q_lens=None if set(new) == {1} else np.cumsum([0, *new], dtype=np.int32),
+        ),
     )
 
 
 TOKENS = [list(np.random.default_rng(i).integers(0, 96, n)) for i, n in enumerate((9, 1, 17))]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layer_loop", ["scan", "unroll", "calls"])
+@pytest.mark.parametrize(
+    ("layer_loop", "tied"),
+    [
+        ("unroll", False),
+        ("calls", True),
+        pytest.param("scan", True, marks=pytest.mark.slow),
+        pytest.param("scan", False, marks=pytest.mark.slow),
+        pytest.param("unroll", True, marks=pytest.mark.slow),
+        pytest.param("calls", False, marks=pytest.mark.slow),
+    ],
+)
 def test_llama_prompt_then_decode_equals_dense_float64(layer_loop, tied):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     model, reference = make_model(layer_loop, config), make_model("scan", config)
@@ -82,8 +94,53 @@ def test_llama_prompt_then_decode_equals_dense_float64(layer_loop, tied):
         np.testing.assert_allclose(row, rows[-1], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("new", [[1, 1, 1], [9, 1, 5]], ids=["decode", "prompt"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("layer_loop", ["calls", pytest.param("unroll", marks=pytest.mark.slow)])
+def test_llama_with_windows_over_page_groups_equals_dense_float64(layer_loop):
+    """Chunk by chunk, then decode; pages that windows have passed are another's by then."""
+    config = dataclasses.replace(CONFIG, sliding_windows=(5, None, 3))
+    model = Llama(config, layer_loop=layer_loop, rngs=nnx.Rngs(1))
+    forward = model if layer_loop == "calls" else jax.jit(model, donate_argnums=0)
+    groups, places = group_layers(config.layer_specs)
+    pages = jp.PageAllocator(30, PAGE_SIZE, groups=groups)
+    pool = dataclasses.asdict(model.cache_config(num_pages=30, page_size=PAGE_SIZE))
+    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), jp.KVCache.create(**pool, layer_places=places))
+    tokens, expected = TOKENS[2], dense_logits(model, TOKENS[2])
+    pages.add("other", 3)  # so that page ids of groups differ
+    for begin, end in ((0, 8), (8, 16), (16, 17)):
+        if begin:
+            pages.append("it", end - begin)
+        else:
+            pages.add("it", end)
+        slots = [pages.slot_mapping(["it"], [end - begin], group=group.name) for group in groups]
+        ragged = jp.Ragged(
+            page_table=pages.page_tables(["it"], MAX_PAGES),
+            seq_lens=np.array([end], np.int32),
+            slot_mapping=np.stack(slots),
+            cu_q_lens=np.array([0, end - begin], np.int32),
+        )
+        positions = np.arange(begin, end, dtype=np.int32)
+        batch = jp.Batch(token_ids=np.array(tokens[begin:end], np.int32), positions=positions, ragged=ragged)
+        windows = [group.sliding_window for group in groups]
+        jp.check_batch_values(batch, num_pages=30, page_size=PAGE_SIZE, sliding_windows=windows)
+        logits, cache = forward(cache, batch)
+        np.testing.assert_allclose(logits[0], expected[end - 1], rtol=2e-4, atol=2e-4)
+    assert pages.num_held_pages("it") < 3 * 5
+    with pytest.raises(ValueError, match=r"^`layer_loop` must be 'unroll' or 'calls' where layers have different"):
+        Llama(config, layer_loop="scan", rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match=r"^`sliding_windows` must have one for each of num_layers = 3; got 2\.$"):
+        Llama(dataclasses.replace(CONFIG, sliding_windows=(5, None)), rngs=nnx.Rngs(1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "new"),
+    [
+        (jnp.float32, [1, 1, 1]),
+        pytest.param(jnp.bfloat16, [9, 1, 5], marks=pytest.mark.slow),
+        pytest.param(jnp.float32, [9, 1, 5], marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, [1, 1, 1], marks=pytest.mark.slow),
+    ],
+    ids=["float32-decode", "bfloat16-prefill", "float32-prefill", "bfloat16-decode"],
+)
 def test_llama_step_on_the_cpu_copies_no_cache_and_at_most_one_layer(dtype, new):
     num_pages = 4000  # the pool is larger than the weights, so that a copy of it cannot hide
     cache, batch = jax.tree.map(jnp.zeros_like, make_cache(dtype, num_pages)), batch_of(TOKENS, new)
@@ -114,6 +171,7 @@ def test_llama_calls_traces_its_layer_once():
     assert llama._call_block._cache_size() - before <= 1
 
 
+@pytest.mark.slow  # the next test has the first tokens of each
 @pytest.mark.parametrize("index", range(len(GREEDY)))
 def test_llama_builtin_greedy_equals_transformers(builtin_engine, builtin_tokenizer, index):
     """Prompts of one token, code, chat, accents, emoji, digits and 600 tokens; ids from transformers in float32."""
@@ -126,11 +184,13 @@ def test_llama_builtin_greedy_equals_transformers(builtin_engine, builtin_tokeni
 
 
 def test_llama_builtin_greedy_in_one_batch_equals_one_by_one(builtin_engine, builtin_tokenizer):
-    params = [SamplingParams(max_new_tokens=min(12, len(r["token_ids"]))) for r in GREEDY]
-    outputs = builtin_engine.generate([r["prompt_token_ids"] for r in GREEDY], params)
-    for record, output in zip(GREEDY, outputs, strict=True):
+    records = GREEDY[:8]
+    params = [SamplingParams(max_new_tokens=min(6, len(r["token_ids"]))) for r in records]
+    outputs = builtin_engine.generate([r["prompt_token_ids"] for r in records], params)
+    for record, output in zip(records, outputs, strict=True):
         assert list(output.token_ids) == record["token_ids"][: len(output.token_ids)]
-    assert builtin_engine.pages.num_free_pages == builtin_engine.pages.num_pages - 1
+    stats = builtin_engine.stats()
+    assert stats.num_free_pages == stats.num_pages
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +201,16 @@ def builtin_engine(builtin_model) -> Engine:
     return Engine(model, model.cache_config(num_pages=128), SchedulerConfig(max_model_len=1024))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_llama_called_outside_of_jit_leaves_the_cache_that_it_was_given(layer_loop):
     model, cache, batch = make_model(layer_loop), make_cache(), batch_of(TOKENS, [1, 1, 1])
     chex.assert_trees_all_equal(model(cache, batch)[0], model(cache, batch)[0])
-    gradient = jax.grad(lambda cache: model(cache, batch)[0].sum())(jax.tree.map(jnp.ones_like, cache))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_llama_gradient_by_the_cache_is_not_cut(layer_loop):
+    model, cache, batch = make_model(layer_loop), make_cache(), batch_of(TOKENS, [1, 1, 1])
+    gradient = jax.jit(jax.grad(lambda cache: model(cache, batch)[0].sum()))(jax.tree.map(jnp.ones_like, cache))
     assert np.count_nonzero(gradient.v_pages)

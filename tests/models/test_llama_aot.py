@@ -8,11 +8,12 @@ import pytest
 from flax import nnx
 
 import jaxpaged as jp
-from jaxpaged.aot import Program, compile_for
-from jaxpaged.config import LlamaConfig
-from jaxpaged.engine.sampling import SamplingBatch, sample
+from jaxpaged.engine.sampling.sample import SamplingBatch, sample
+from jaxpaged.inspect.aot import CompiledProgram, compile_for
+from jaxpaged.models.config import LlamaConfig
 from jaxpaged.models.llama import Llama
-from tests.test_aot import needs_plugin
+from jaxpaged.paging import group_layers
+from tests.inspect.needs import needs_plugin
 
 CONFIG = LlamaConfig(
     vocab_size=8192,
@@ -29,20 +30,23 @@ NUM_SEQS = 16
 POOL_BYTES = 2 * 8192 * 3 * 16 * 64 * 2  # of K or of V
 
 
-def compile_decode_step(*, layer_loop: str, sampled: bool = False) -> Program:
+def compile_decode_step(
+    *, layer_loop: str, sampled: bool = False, sliding_windows: tuple[int | None, ...] | None = None
+) -> CompiledProgram:
     def array(dtype, *dims):
         return jax.ShapeDtypeStruct((NUM_SEQS, *dims), dtype)
 
-    model = nnx.eval_shape(lambda: Llama(CONFIG, dtype=jnp.bfloat16, layer_loop=layer_loop, rngs=nnx.Rngs(0)))
-    config = dataclasses.asdict(model.cache_config(num_pages=8192))
-    cache = jax.eval_shape(lambda: jp.KVCache.create(**config))
-    batch = jp.Batch(
-        token_ids=array(jnp.int32),
-        positions=array(jnp.int32),
-        slot_mapping=array(jnp.int32),
-        page_table=array(jnp.int32, 64),
-        seq_lens=array(jnp.int32),
-    )
+    def of_groups(*shape):
+        return jax.ShapeDtypeStruct(shape if len(groups) == 1 else (len(groups), *shape), jnp.int32)
+
+    num_layers = len(sliding_windows or "12")
+    config = dataclasses.replace(CONFIG, num_layers=num_layers, sliding_windows=sliding_windows)
+    model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, layer_loop=layer_loop, rngs=nnx.Rngs(0)))
+    groups, places = group_layers(model.layer_specs)
+    pool = dataclasses.asdict(model.cache_config(num_pages=8192))
+    cache = jax.eval_shape(lambda: jp.KVCache.create(**pool, layer_places=places))
+    ragged = jp.Ragged(slot_mapping=of_groups(NUM_SEQS), page_table=of_groups(NUM_SEQS, 64), seq_lens=array(jnp.int32))
+    batch = jp.Batch(token_ids=array(jnp.int32), positions=array(jnp.int32), ragged=ragged)
     sampling = SamplingBatch(
         temperature=array(jnp.float32),
         top_k=array(jnp.int32),
@@ -77,6 +81,21 @@ def test_decode_step_on_an_h200_is_one_command_buffer_without_large_copies(sampl
     assert program.copies(smallest_weight_bytes()) == []
     assert program.alias_bytes >= 2 * POOL_BYTES
     assert program.temp_bytes < POOL_BYTES
+
+
+@needs_plugin
+@pytest.mark.aot
+def test_decode_step_over_page_groups_launches_no_more_a_layer():
+    """Three groups of a layer, two windows: one more launch in all, for the partition of the second window."""
+    one_group = compile_decode_step(layer_loop="unroll", sliding_windows=(512, 512, 512))
+    groups = compile_decode_step(layer_loop="unroll", sliding_windows=(512, None, 512))
+    assert groups.command_buffers == 1
+    assert groups.copies(smallest_weight_bytes()) == []
+    assert groups.alias_bytes >= POOL_BYTES  # a row of K and one of V
+    assert len(groups.launches) <= len(one_group.launches) + 1
+    names = [launch.name for launch in groups.launches]
+    layer = [n for n in names if n.startswith(("linear", "rope_and_write", "paged_attention"))]
+    assert len(layer) == 7 * 3 + 1  # and the head
 
 
 @needs_plugin

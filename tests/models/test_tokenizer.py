@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from jaxpaged.models.gguf import read_gguf
-from jaxpaged.models.tokenizer import TextStream, Tokenizer, TokenizerSpec
+from jaxpaged.models.tokenizer import Detokenizer, Tokenizer, TokenizerSpec
 from tests.models.tiny_gguf import PIECES, WHOLE_WORD, tiny_vocabulary, write_tiny_gguf
 
 DATA = Path(__file__).parents[1] / "data"
@@ -40,7 +40,7 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], **options) -> str:
-    stream = TextStream(tokenizer, **options)
+    stream = Detokenizer(tokenizer, **options)
     return "".join(map(stream.push, ids)) + stream.finish()
 
 
@@ -80,16 +80,16 @@ def test_apply_chat_template_builtin_model_adds_its_system_prompt(builtin_tokeni
 
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 49151) | st.integers(0, 300), max_size=12), skip=st.booleans())
-def test_text_stream_of_any_ids_adds_up_to_decode(builtin_tokenizer, ids, skip):
+def test_detokenizer_of_any_ids_adds_up_to_decode(builtin_tokenizer, ids, skip):
     tokenizer = builtin_tokenizer
     kept = [tokenizer.spec.tokens[id_] for id_ in ids if not (skip and id_ < 17)]
     library = decoders.ByteLevel().decode(kept)
     assert tokenizer.decode(ids, skip) == streamed(tokenizer, ids, skip_special_tokens=skip) == library
 
 
-def test_text_stream_holds_a_character_back_until_its_last_byte(builtin_tokenizer):
+def test_detokenizer_holds_a_character_back_until_its_last_byte(builtin_tokenizer):
     ids = builtin_tokenizer.encode("🎉é")
-    stream = TextStream(builtin_tokenizer)
+    stream = Detokenizer(builtin_tokenizer)
     pieces = [stream.push(id_) for id_ in ids]
     assert len(ids) > 2
     assert [piece for piece in pieces if piece] == ["🎉", "é"]
@@ -97,9 +97,9 @@ def test_text_stream_holds_a_character_back_until_its_last_byte(builtin_tokenize
     assert stream.finish() == ""
 
 
-def test_text_stream_cut_inside_a_character_finishes_with_a_replacement(builtin_tokenizer):
+def test_detokenizer_cut_inside_a_character_finishes_with_a_replacement(builtin_tokenizer):
     ids = builtin_tokenizer.encode("ok 🎉")[:-1]
-    stream = TextStream(builtin_tokenizer)
+    stream = Detokenizer(builtin_tokenizer)
     assert "".join(map(stream.push, ids)) == "ok "
     assert stream.finish() == "\ufffd"
     assert builtin_tokenizer.decode(ids) == "ok \ufffd"

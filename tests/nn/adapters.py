@@ -22,6 +22,9 @@ OPTIONS = {
     "alibi": ({}, {"alibi_slopes": np.linspace(0.1, 0.9, HEADS, dtype=np.float32)}),
 }
 
+# One option that is the adapter's and one of the call show that both arrive; each by itself is slow.
+SHORT = [x if x in ("window", "sinks") else pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS]
+
 
 def make_cache(dtype=jnp.float32) -> jp.KVCache:
     return jp.KVCache.create(
@@ -41,10 +44,12 @@ def make_batch(q_lens: list[int], pages: jp.PageAllocator | None = None) -> jp.B
     batch = jp.Batch(
         token_ids=(positions * 7 + 3) % 11,
         positions=positions,
-        slot_mapping=pages.slot_mapping(ids, q_lens),
-        page_table=pages.page_table(ids, 6),
-        seq_lens=seq_lens,
-        cu_q_lens=None if set(q_lens) == {1} else np.cumsum([0, *q_lens], dtype=np.int32),
+        ragged=jp.Ragged(
+            slot_mapping=pages.slot_mapping(ids, q_lens),
+            page_table=pages.page_table(ids, 6),
+            seq_lens=seq_lens,
+            cu_q_lens=None if set(q_lens) == {1} else np.cumsum([0, *q_lens], dtype=np.int32),
+        ),
     )
     jp.check_batch_values(batch, num_pages=12, page_size=PAGE_SIZE, vocab_size=11)
     return jax.tree.map(jnp.asarray, batch)
@@ -57,15 +62,12 @@ def random_qkv(num_tokens: int, dtype=jnp.float32):
     return q, k[:, :KV_HEADS], v[:, :KV_HEADS]
 
 
-# Unoptimised: each runs once, and most of a test would be LLVM.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def by_hand(q, k, v, cache, batch, layer, **options):
     """What the adapter stands for."""
-    cache = cache.write(layer, k, v, batch.slot_mapping)
+    ragged = batch.ragged
+    cache = cache.write(layer, k, v, ragged.slot_mapping)
     out = jp.paged_attention(
-        q, cache.k_pages, cache.v_pages, batch.page_table, batch.seq_lens, layer=layer, cu_q_lens=batch.cu_q_lens,
+        q, cache.k_pages, cache.v_pages, ragged.page_table, ragged.seq_lens, layer=layer, cu_q_lens=ragged.cu_q_lens,
         **options,
     )  # fmt: skip
     return out, cache
@@ -75,7 +77,7 @@ def check_equals_write_then_attend(make_adapter, option):
     of_adapter, of_call = OPTIONS[option]
     batch, qkv = make_batch([5, 3]), random_qkv(8)
     adapter = make_adapter(**of_adapter, backend="xla")
-    got = jit(lambda cache: adapter(*qkv, cache, batch, 1, **of_call))(make_cache())
+    got = jax.jit(lambda cache: adapter(*qkv, cache, batch, 1, **of_call))(make_cache())
     chex.assert_trees_all_close(got, expected(option), atol=1e-6)
     if option != "plain":
         assert np.abs(got[0] - expected("plain")[0]).max() > 1e-3
@@ -86,7 +88,7 @@ def expected(option):
     """By hand, once for all adapters."""
     of_adapter, of_call = OPTIONS[option]
     batch, qkv = make_batch([5, 3]), random_qkv(8)
-    return jit(lambda cache: by_hand(*qkv, cache, batch, 1, **of_adapter, **of_call, backend="xla"))(make_cache())
+    return jax.jit(lambda cache: by_hand(*qkv, cache, batch, 1, **of_adapter, **of_call, backend="xla"))(make_cache())
 
 
 def check_backend_is_forwarded(make_adapter):
@@ -96,7 +98,7 @@ def check_backend_is_forwarded(make_adapter):
 
 def check_jit_with_donated_cache_and_traced_layer(make_adapter):
     adapter, batch, qkv = make_adapter(), make_batch([5, 3]), random_qkv(8)
-    step = jit(lambda cache, layer: adapter(*qkv, cache, batch, layer), donate_argnums=0)
+    step = jax.jit(lambda cache, layer: adapter(*qkv, cache, batch, layer), donate_argnums=0)
     given = make_cache()
     got = step(given, jnp.int32(1))
     chex.assert_trees_all_close(got, expected("plain"), atol=1e-6)
@@ -107,16 +109,16 @@ def check_jit_with_donated_cache_and_traced_layer(make_adapter):
 def check_bfloat16_cache_keeps_the_dtype_of_q(make_adapter):
     batch, (q, k, v) = make_batch([5, 3]), random_qkv(8)
     adapter = make_adapter(backend="xla")
-    out, cache = jit(lambda cache: adapter(q, k, v, cache, batch, 0))(make_cache(jnp.bfloat16))
+    out, cache = jax.jit(lambda cache: adapter(q, k, v, cache, batch, 0))(make_cache(jnp.bfloat16))
     chex.assert_type([out, cache.k_pages], [jnp.float32, jnp.bfloat16])
     rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
-    by_rounded, _ = jit(lambda cache: by_hand(*rounded, cache, batch, 0, backend="xla"))(make_cache(jnp.bfloat16))
+    by_rounded, _ = jax.jit(lambda cache: by_hand(*rounded, cache, batch, 0, backend="xla"))(make_cache(jnp.bfloat16))
     chex.assert_trees_all_equal(out, by_rounded.astype(jnp.float32))
 
 
 def check_decode_loop(model):
     """A prompt of 6 and then 7 tokens one by one give the logits that a prefill of all of them gives."""
-    step = jit(lambda cache, batch: model(cache, batch), donate_argnums=0)
+    step = jax.jit(lambda cache, batch: model(cache, batch), donate_argnums=0)
     pages, cache = jp.PageAllocator(12, PAGE_SIZE), make_cache()
     pages.add(0, 6)
     pages.add(1, 2)

@@ -11,7 +11,7 @@ from tests.nn.adapters import (
     DIM,
     HEADS,
     KV_HEADS,
-    OPTIONS,
+    SHORT,
     check_backend_is_forwarded,
     check_bfloat16_cache_keeps_the_dtype_of_q,
     check_decode_loop,
@@ -26,7 +26,7 @@ def make_adapter(**options):
     return lambda *args, **kwargs: PagedAttention(**options).apply({}, *args, **kwargs)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", SHORT)
 def test_linen_paged_attention_equals_write_then_attend(option):
     check_equals_write_then_attend(make_adapter, option)
 
@@ -58,6 +58,7 @@ class TinyModel(linen.Module):
         return embed.attend(x), cache
 
 
+@pytest.mark.slow
 def test_linen_model_decoding_step_by_step_equals_one_prefill():
     model = TinyModel()
     variables = jax.jit(model.init)(jax.random.key(0), make_cache(), make_batch([3]))

@@ -12,7 +12,7 @@ from tests.nn.adapters import (
     DIM,
     HEADS,
     KV_HEADS,
-    OPTIONS,
+    SHORT,
     check_backend_is_forwarded,
     check_bfloat16_cache_keeps_the_dtype_of_q,
     check_decode_loop,
@@ -25,7 +25,7 @@ def make_adapter(**options):
     return PagedAttention(**options)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", SHORT)
 def test_nnx_paged_attention_equals_write_then_attend(option):
     check_equals_write_then_attend(make_adapter, option)
 

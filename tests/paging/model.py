@@ -42,11 +42,11 @@ class Device:
 
     def move(self, copies=()) -> None:
         """Does what the last verb decided, in the order that its documents give."""
-        for digest, page_id in self.pages.take_evictions():
+        for digest, page_id in self.pages.prefix.take_evictions():
             self.host[digest] = list(self.slots[page_id])
-        for src, dst in [*copies, *self.pages.take_copies()]:
+        for src, dst in [*copies, *self.pages.prefix.take_copies()]:
             self.slots[dst] = list(self.slots[src])
-        for digest, page_id in self.pages.take_restores():
+        for digest, page_id in self.pages.prefix.take_restores():
             self.slots[page_id] = list(self.host[digest])
 
     def export_pages(self, page_ids) -> list[list[Content]]:
@@ -68,12 +68,10 @@ class Device:
 
     def indexed(self) -> dict[int, tuple[bytes, Content]]:
         """Of each page that can be hit, what it holds and the digest that this should have."""
-        cache = self.pages._cache
-        if cache is None:
-            return {}
-        last = {page_id: self.slots[page_id][-1] for page_id in self.pages._pool.kept_pages().tolist()}
+        index = self.pages.prefix.index
+        last = {page_id: self.slots[page_id][-1] for page_id in index.pool.indexed_pages().tolist()}
         return {
-            page_id: (digest_of(held, self.pages.page_size, cache.root, int(cache.tags[held[0]])), held)
+            page_id: (digest_of(held, self.pages.page_size, index.root, int(index.tags[held[0]])), held)
             for page_id, held in last.items()
         }
 
@@ -85,5 +83,5 @@ class Device:
             for seq_id in seq_ids
             for page_id in self.pages.page_ids(seq_id, group=group.name).tolist()
         ]
-        pinned = self.pages._cache.pinned_pages().tolist() if self.pages._cache and pins else []
+        pinned = self.pages.prefix.pins.page_ids().tolist() if pins else []
         return Counter(page_id for page_id in [*held, *pinned] if page_id)

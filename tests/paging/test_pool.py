@@ -93,12 +93,12 @@ def test_release_of_no_pages_changes_nothing():
 @pytest.mark.parametrize(
     ("page_ids", "named"),
     [
-        ([2, 4], "4, which nobody owns"),
-        ([2, NULL_PAGE], "0, which nobody owns"),
-        ([-1, 2], "-1, which nobody owns"),
-        ([-4], "-4, which nobody owns"),
-        ([6], "6, which nobody owns"),
-        ([2**40], "1099511627776, which nobody owns"),
+        ([2, 4], "4, which nobody references"),
+        ([2, NULL_PAGE], "0, which nobody references"),
+        ([-1, 2], "-1, which nobody references"),
+        ([-4], "-4, which nobody references"),
+        ([6], "6, which nobody references"),
+        ([2**40], "1099511627776, which nobody references"),
         ([1, 3, 1], "1, which is given twice"),
     ],
 )
@@ -106,7 +106,9 @@ def test_release_of_a_page_that_is_not_owned_once_raises_with_its_id_and_changes
     pool = PagePool(6)
     pool.allocate(3)
     before = state_of(pool)
-    expected = f"`page_ids` of {verb} must be owned pages among the 5 pages of this pool, each given once; got {named}."
+    expected = (
+        f"`page_ids` of {verb} must be referenced pages among the 5 pages of this pool, each given once; got {named}."
+    )
     with pytest.raises(ValueError, match=f"^{expected}$"):
         getattr(pool, verb)(page_ids)
     assert state_of(pool) == before
@@ -116,7 +118,7 @@ def test_release_of_a_page_that_is_not_owned_once_raises_with_its_id_and_changes
 def test_release_of_a_negative_id_does_not_reach_the_page_that_it_would_index():
     pool = PagePool(4)
     pool.allocate(3)
-    with pytest.raises(ValueError, match="got -2, which nobody owns"):
+    with pytest.raises(ValueError, match="got -2, which nobody references"):
         pool.release([-2])
     assert pool.num_free_pages == 0
 
@@ -183,3 +185,74 @@ def test_bulk_of_many_pages_keeps_count():
     assert pool.num_free_pages == 5_000
     pool.release(page_ids[::2])
     assert sorted(pool.allocate(10_000).tolist()) == list(range(1, 10_001))
+
+
+def test_pages_that_come_back_in_several_parts_are_all_free():
+    pool = PagePool(6)
+    parts = [np.array(pool.take(2), np.intp) for _ in range(2)]
+    for part in parts:
+        pool.drop(part)
+    assert state_of(pool) == (5, [0] * 6)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_pool_keeps_count_as_a_dictionary_does(caching):
+    rng, pool = np.random.default_rng(0), PagePool(16, caching=caching)
+    references: dict[int, int] = {}  # of each page that has one
+    indexed: set[int] = set()
+    cached: list[int] = []  # the next to be evicted first
+
+    def some(page_ids) -> np.ndarray:
+        page_ids = rng.permutation(np.array(sorted(page_ids), np.intp))
+        return page_ids[: rng.integers(0, len(page_ids) + 1)]
+
+    verbs = ["allocate", "retain", "release", "put"]
+    for verb in rng.choice([*verbs, "share", "mark", "unmark", "evict", "take_cached"] if caching else verbs, 250):
+        count = int(rng.integers(0, pool.num_uncached_pages + 1))
+        if verb == "allocate":
+            references |= dict.fromkeys(pool.allocate(count).tolist(), 1)
+        elif verb == "retain":
+            pool.retain(chosen := some(references))
+            references |= {page_id: references[page_id] + 1 for page_id in chosen.tolist()}
+        elif verb == "release":
+            pool.release(chosen := some(references))
+            references |= {page_id: references[page_id] - 1 for page_id in chosen.tolist()}
+            cached += [i for i in chosen[::-1].tolist() if not references[i] and i in indexed]
+            references = {i: n for i, n in references.items() if n}
+        elif verb == "put":  # back, as it came
+            pool.put(pool.take(count))
+        elif verb == "share":
+            references |= dict.fromkeys((chosen := some(cached)).tolist(), 3)
+            pool.share(chosen, 3)
+            cached = [page_id for page_id in cached if page_id not in references]
+        elif verb == "mark":
+            pool.mark_indexed(chosen := some(references.keys() - indexed))
+            indexed |= set(chosen.tolist())
+        elif verb == "unmark":
+            pool.unmark_indexed(chosen := some(indexed))
+            indexed -= set(chosen.tolist())
+            cached = [page_id for page_id in cached if page_id in indexed]
+        elif verb == "evict":
+            count = int(rng.integers(0, len(cached) + 1))
+            assert pool.evict(count).tolist() == cached[:count]
+            indexed, cached = indexed - set(cached[:count]), cached[count:]
+        else:
+            chosen = pool.take_cached(count).tolist()
+            indexed, cached = indexed | set(chosen), chosen[::-1] + cached
+        uncached = set(range(1, 16)) - references.keys() - set(cached)
+        held, unheld = np.array([*references], np.intp), sorted(uncached | set(cached))
+        assert [pool.ref_count(i) for i in range(16)] == [references.get(i, 0) for i in range(16)]
+        assert pool.all_ref_counts().tolist() == [references.get(i, 0) for i in range(16)]
+        assert sorted(pool.uncached_pages().tolist()) == sorted(uncached)
+        assert (pool.num_uncached_pages, pool.num_free_pages) == (len(uncached), 15 - len(held))
+        assert pool.num_shared_pages() == sum(n > 1 for n in references.values())
+        assert pool.cached_pages().tolist() == cached
+        assert pool.num_cached_pages == pool.num_unreferenced(np.array([*references, *cached], np.intp)) == len(cached)
+        writable = [references[i] == 1 and i not in indexed for i in references]
+        assert pool.are_writable(held).tolist() == [pool.is_writable(i) for i in references] == writable
+        assert pool.are_indexed(np.arange(16)).tolist() == [i in indexed for i in range(16)]
+        assert pool.indexed_pages().tolist() == sorted(indexed)
+        for page_id in unheld[:2]:
+            with pytest.raises(ValueError, match=f"got {page_id}, which nobody references"):
+                pool.release([*references, page_id])
+    assert pickle.loads(pickle.dumps(pool)).all_ref_counts().tolist() == pool.all_ref_counts().tolist()

@@ -1,0 +1,1 @@
+"""What happened in a pool, as a trace, as words, as pictures."""

@@ -1,0 +1,1 @@
+"""Pages outside the device: host memory, memory-mapped files, saved prefix caches."""
