@@ -60,6 +60,7 @@ TILINGS = (
     Tiling(32, 128, 2, True,  EITHER,      32, 4, 5),           # 144 145 142 146
     Tiling(32, 256, 2, EITHER,     EITHER,      32, 4, 3),      # 168 168 168 168
     Tiling(64,  64, 2, False, False,  64, 4, 5),                # 182 188 127 128
+    Tiling(64,  64, 2, False, True,   64, 4, 3),                # 201 203 153 128
     Tiling(64, 128, 2, False, False,  64, 4, 3),                # 255 255 206 201
     Tiling(64, 128, 2, EITHER,     EITHER,      32, 4, 5),      # 214 204 160 168
     Tiling(64, 256, 2, EITHER,     EITHER,      32, 8, 3),      # 174 169 166 217
@@ -106,14 +107,18 @@ def find_tiling(rows: int, head_dim: int, itemsize: int, high_register_pressure:
 def choose_tiling(q: Array, view: LayerView, ragged: Ragged, options: AttentionOptions, partition: Partition) -> Tiling:
     """Return the tile sizes of a call, where its configuration leaves them open."""
     cache, config = view.cache, options.config or partition.config
-    rows = partition.block_q * q.shape[1] // cache.num_kv_heads
+    group = q.shape[1] // cache.num_kv_heads
+    rows = partition.block_q * group
     itemsize = 4 if compute_dtype(q, cache.k_pages) == jnp.float32 else cache.dtype.itemsize
-    # With the tiles of the plain variant, each of these would spill 8 or 16 bytes on one of the four.
+    # With the tiles of the plain variant, each of these would spill 8 bytes or more on one of the four.
     pressure = is_quantized(cache.dtype) or ragged.tree_mask is not None
-    if partition.block_q > 1:  # two masks a logit; a page id a key
+    if partition.block_q > 1:  # the products of float32 rows; two masks a logit; a page id a key
+        pressure |= itemsize == 4
         pressure |= options.alibi_slopes is not None and options.logits_soft_cap is not None
         pressure |= cache.page_size < 16
-    if rows > 32 and q.shape[2] > 64:  # no loop over tiles, around which values could be computed anew
+    if rows > 32 and q.shape[2] <= 64:
+        pressure |= group > 4
+    elif rows > 32:  # no loop over tiles, around which values could be computed anew
         pressure |= config.max_splits == 1
     found = find_tiling(rows, q.shape[2], itemsize, pressure)
     return found._replace(
