@@ -343,7 +343,7 @@ class Engine:
         self.close()
 
     def _submit(self, entries: Sequence[Entry], mailbox: Any) -> None:
-        """Hand in entries, all or none."""
+        """Hand in entries, all or none, so that they begin in the same step."""
         count = sum(len(entry.request_ids) if isinstance(entry, Add) else 1 for entry in entries)
         with self._adding:
             waiting, limit = self._num_added - self._worker.num_started, self.config.max_num_waiting
@@ -354,8 +354,7 @@ class Engine:
                 )
             self._worker.check()
             self._num_added += count
-            for entry in entries:
-                self._worker.submit(entry, mailbox)
+            self._worker.submit(entries, mailbox)
 
     def _entry(
         self,

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -59,19 +59,19 @@ class Worker:
         if self._cause is not None:
             raise RuntimeError("The engine is closed.") from self._cause
 
-    def submit(self, entry: Entry, mailbox: Mailbox | None = None) -> None:
-        """Hand in an entry for the next step boundary.
+    def submit(self, entries: Sequence[Entry], mailbox: Mailbox | None = None) -> None:
+        """Hand in entries for the next step boundary: no step comes between them.
 
         Args:
-            mailbox: Gets what the core says of the requests that the entry adds.
+            mailbox: Gets what the core says of the requests that the entries add.
         """
         self.check()
-        self._put(entry, mailbox)
+        self._put(entries, mailbox)
 
     def abort(self, request_id: int) -> None:
         """Hand in an abort, also from a destructor: it takes no lock, and starts nothing."""
         if self._cause is None and os.getpid() == self._pid:
-            self._inbox.put((Abort(request_id), None))
+            self._inbox.put(((Abort(request_id),), None))
 
     def ask(self, call: Call) -> Any:
         """Return what a call returns that is made between two steps, by the thread."""
@@ -138,9 +138,10 @@ class Worker:
                 self._step()
             item = self._inbox.get()
 
-    def _handle(self, what: Entry | Call, mailbox: Mailbox | None) -> None:
+    def _handle(self, what: Sequence[Entry] | Call, mailbox: Mailbox | None) -> None:
         if not callable(what):
-            self.apply(what, mailbox)
+            for entry in what:
+                self.apply(entry, mailbox)
             return
         try:
             answer: Any = (what(),)
@@ -188,7 +189,7 @@ class Worker:
                 if item is not _STOP and item[1] is not None:
                     item[1].put(error)
 
-    def _put(self, what: Entry | Call, mailbox: Any) -> None:
+    def _put(self, what: Sequence[Entry] | Call, mailbox: Any) -> None:
         self._inbox.put((what, mailbox))
         if self._cause is not None:  # it came to its end meanwhile, and may have looked before this was there
             self._refuse(RuntimeError("The engine was closed before this request began."))

@@ -35,6 +35,21 @@ def test_generate_calls_on_token_in_order(model):
         assert [t.finish_reason for t in seen[index]] == [None] * 8 + [output.finish_reason]
 
 
+def test_generate_begins_all_prompts_in_one_step_however_fast_the_thread_is(model, monkeypatch):
+    engine = make_front(model)
+    submit = engine._worker.submit
+
+    def submit_and_be_overtaken(*args):
+        before = engine.stats().num_steps
+        submit(*args)
+        while engine.stats().num_steps == before:
+            pass
+
+    monkeypatch.setattr(engine._worker, "submit", submit_and_be_overtaken)
+    engine.generate([[1]] * 4, SamplingParams(max_new_tokens=3))
+    assert engine.stats().num_steps == 3
+
+
 def test_generate_with_one_bad_prompt_leaves_nothing_behind(model):
     engine = make_front(model)
     with pytest.raises(ValueError, match="`prompt` must hold at least one token"):

@@ -109,7 +109,9 @@ def test_log_probabilities_are_those_of_full_tables(model, full_tables):
     for ours, full in zip(*((*output.prompt_logprobs[1:], *output.logprobs) for output in results), strict=True):
         assert (ours.token_id, [i for i, _ in ours.top]) == (full.token_id, [i for i, _ in full.top])
         # Another program, and so sums in another order: a few units in the last place.
-        assert [ours.logprob, *dict(ours.top).values()] == pytest.approx([full.logprob, *dict(full.top).values()], rel=2e-6)
+        assert [ours.logprob, *dict(ours.top).values()] == pytest.approx(
+            [full.logprob, *dict(full.top).values()], rel=2e-6
+        )
 
 
 def test_request_that_fits_alone_ends_in_the_smallest_pool(model, expected):

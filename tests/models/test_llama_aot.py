@@ -86,13 +86,13 @@ def test_decode_step_on_an_h200_is_one_command_buffer_without_large_copies(sampl
 @needs_plugin
 @pytest.mark.aot
 def test_decode_step_over_page_groups_launches_no_more_a_layer():
-    """Three groups of a layer, two windows: one more launch in all, for the partition of the second window."""
+    """Three groups of a layer, two windows: two more launches a step, the partition of the second window."""
     one_group = compile_decode_step(layer_loop="unroll", sliding_windows=(512, 512, 512))
     groups = compile_decode_step(layer_loop="unroll", sliding_windows=(512, None, 512))
     assert groups.command_buffers == 1
     assert groups.copies(smallest_weight_bytes()) == []
     assert groups.alias_bytes >= POOL_BYTES  # a row of K and one of V
-    assert len(groups.launches) <= len(one_group.launches) + 1
+    assert len(groups.launches) <= len(one_group.launches) + 2
     names = [launch.name for launch in groups.launches]
     layer = [n for n in names if n.startswith(("linear", "rope_and_write", "paged_attention"))]
     assert len(layer) == 7 * 3 + 1  # and the head
