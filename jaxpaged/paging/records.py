@@ -127,14 +127,14 @@ class PageStats:
     num_sequences: int
     num_tokens: int
     page_size: int
-    num_cached_pages: int = 0
-    num_reserved_pages: int = 0
-    num_swapped_sequences: int = 0
-    num_hit_tokens: int = 0
-    num_missed_tokens: int = 0
-    num_evictions: int = 0
-    num_pinned_pages: int = 0
-    num_stored_tokens: int = 0
+    num_cached_pages: int
+    num_reserved_pages: int
+    num_swapped_sequences: int
+    num_hit_tokens: int
+    num_missed_tokens: int
+    num_evictions: int
+    num_pinned_pages: int
+    num_stored_tokens: int
 
     @property
     def num_free_pages(self) -> int:

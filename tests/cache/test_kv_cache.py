@@ -203,6 +203,8 @@ def test_gather_with_bad_arguments_names_them():
     cache, table, lens = make_cache(), jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
     with pytest.raises(TypeError, match=r"`page_table` must be an array; got list"):
         cache.gather(0, [[1, 2]], lens)
+    with pytest.raises(TypeError, match=r"`seq_lens` must be an array; got list"):
+        cache.gather(0, table, [1, 1])
     with pytest.raises(ValueError, match=r"`page_table` must have shape .* `seq_lens` .*; got \(3,\) and \(2,\)"):
         cache.gather(0, table[0], lens)
     with pytest.raises(ValueError, match=r"got \(2, 3\) and \(1,\)"):

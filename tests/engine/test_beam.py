@@ -250,6 +250,7 @@ def test_beam_search_with_a_bad_argument_names_it(model, change, error, message)
 def test_beam_scores_keep_finished_sentences_that_nothing_running_can_beat():
     """By hand: two beams, token 0 stops."""
     scores = BeamScores(BeamParams(num_beams=2, max_new_tokens=9, stop_token_ids=(0,)), 9)
+    assert not scores.is_done
     going = scores.advance(np.array([[0, 1, 2, 3]]), np.log([[0.5, 0.3, 0.1, 0.05]]).astype(np.float32))
     assert going == ((0, 1), (0, 2))
     assert [s.token_ids for s in scores.finished] == [(0,)]

@@ -147,6 +147,9 @@ def test_record_after_the_first_request_is_refused_and_a_file_that_is_no_log_too
     (tmp_path / "log").write_text(json.dumps({"jaxpaged_log": 0}))
     with pytest.raises(ValueError, match="`path` must be a log of version 1"):
         read_log(tmp_path / "log")
+    (tmp_path / "log").write_text('{"jaxpaged_log": 1}\n{"entry": "Abort", "request_id": 0}\n{"entry": "Ad"}')
+    with pytest.raises(ValueError, match=r"line 3 of the log must be a step or an entry \(.*Abort.*\); got another"):
+        list(read_log(tmp_path / "log")[1])
     (tmp_path / "log").write_text('{"jaxpaged_log": 1}\n{"entry": "Ad')
     with pytest.raises(ValueError, match="line 2 of the log must be JSON"):
         list(read_log(tmp_path / "log")[1])

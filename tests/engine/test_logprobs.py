@@ -154,6 +154,27 @@ def test_step_by_hand_yields_logprobs_with_each_token_and_those_of_the_prompt_wi
     assert [t.prompt_logprobs for t in tokens] == [output.prompt_logprobs] + [None] * 8
 
 
+@pytest.mark.parametrize("num_steps", [2, 6])
+def test_abort_yields_those_of_the_prompt_unless_they_came_with_a_token(model, num_steps):
+    engine = make_engine(model)
+    request_id = engine.add_request(PROMPTS[1], BOTH)
+    tokens = [token for _ in range(num_steps) for token in engine.step()]
+    engine.abort(request_id)
+    last = (tokens + engine.step())[-1]
+    assert last.finish_reason is FinishReason.ABORT
+    [output] = make_engine(model).generate([PROMPTS[1]], BOTH)
+    told = last.prompt_logprobs
+    assert (told is None) == bool(tokens)
+    assert told is None or 1 < len(told) < len(PROMPTS[1])
+    assert told is None or told == output.prompt_logprobs[: len(told)]
+
+
+def test_each_request_of_a_step_gets_as_many_prompt_logprobs_as_it_asks_for(model):
+    each = [dataclasses.replace(BOTH, prompt_logprobs=n) for n in (0, 3)]
+    for output, params in zip(make_engine(model).generate([[1, 2, 3], [4, 5, 6]], each), each, strict=True):
+        check_output(model, output, params)
+
+
 class NotFinite:
     """A model whose logits after one token are not finite."""
 
@@ -190,7 +211,7 @@ def test_prompt_logprobs_that_are_not_finite_fail_all_samples_of_the_prompt(mode
     """Others, forked from one whose chunk nobody had read yet, would end without them."""
     params = dataclasses.replace(BOTH, n=3, temperature=1.0, logit_bias={63: float("-inf")})
     engine = make_engine(NotFinite(model, 63), limits=dataclasses.replace(LIMITS, max_step_tokens=4))
-    *bad, good = engine.generate([[1, 2, 4, 5, 63, 6], [1, 2, 3]], [params, dataclasses.replace(params, n=1)])
+    *bad, good = engine.generate([[1, 2, 4, 5, 6, 63, 7], [1, 2, 3]], [params, dataclasses.replace(params, n=1)])
     assert [output.finish_reason for output in bad] == [FinishReason.ERROR] * 3
     check_output(model, good, dataclasses.replace(params, n=1))
     assert engine.pages.num_free_pages == 79

@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxpaged.engine.request import check_token_ids
 from jaxpaged.engine.sampling.params import SamplingParams
 
 INF, NAN = float("inf"), float("nan")
@@ -47,6 +48,12 @@ def test_check_names_each_bad_value(error, change, text):
     with pytest.raises(error) as caught:
         SamplingParams(**change).check(vocab_size=100)
     assert text in str(caught.value)
+
+
+def test_check_token_ids_without_a_vocabulary_takes_what_an_int32_holds():
+    assert check_token_ids([np.int64(2**31 - 1)], None) == (2**31 - 1,)
+    with pytest.raises(ValueError, match=r"`prompt_token_ids\[1\]` must be from 0 to vocab_size - 1 = 2147483647; got"):
+        check_token_ids([0, 2**31], None)
 
 
 def test_sampling_params_freezes_what_it_is_given_and_stays_hashable():

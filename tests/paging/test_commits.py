@@ -77,6 +77,16 @@ def test_commit_in_steps_indexes_what_one_commit_does(windows, step):
         assert NULL_PAGE not in found
 
 
+def test_invalidate_of_a_fork_takes_no_pages_for_what_the_windows_of_others_have_passed():
+    """The other still sees all that its next tokens need: its last pages that are right hold it."""
+    pages = make_pages(groups=[PageGroup("only", 5)])
+    pages.add("a", PROMPT)
+    pages.fork("a", "b")
+    before = pages.num_free_pages
+    assert pages.invalidate("a", 19) == ["a", "b"]
+    assert pages.num_free_pages == before
+
+
 @pytest.mark.parametrize("num_valid", [0, 3, 8, 11, 19])
 @pytest.mark.parametrize("window", [None, 5, 2])
 def test_commit_after_invalidate_indexes_all_pages_anew(window, num_valid):

@@ -56,6 +56,7 @@ def test_allocator_whose_slots_overflow_int32_raises():
         ({"prefix_caching": "no"}, r"^`prefix_caching` must be True or False; got 'no' \(str\)\.$"),
         ({"prefix_caching": True, "offload": 1}, r"^`offload` must be True or False; got 1 \(int\)\.$"),
         ({"groups": []}, r"^`groups` must be at least one PageGroup; got \(\)\.$"),
+        ({"groups": [PageGroup("a"), PageGroup(1)]}, r"^`groups` must have strings for names; got \['a', 1\]\.$"),  # pyright: ignore
         ({"groups": [PageGroup(["a"])]}, r"^`groups` must have strings for names; got \[\['a'\]\]\.$"),  # pyright: ignore
         (
             {"groups": [PageGroup("a"), PageGroup("a", 3)]},

@@ -337,10 +337,11 @@ def test_counts_of_a_seat_follow_its_history_and_what_is_sampled():
     """What steps count on the device is what a history uploaded anew would say; other seats stay as they are."""
     rng, rows = np.random.default_rng(0), random_rows(np.random.default_rng(1), 5, VOCAB)
     counts = jnp.asarray(rng.integers(0, 9, (7, VOCAB)), jnp.int32)
-    before = np.asarray(counts)
+    before, first = np.array(counts), counts
     for seat, row in enumerate(rows):
         history = np.array([*row.prompt_token_ids, *row.output_token_ids], np.int32)
         counts = seat_history(counts, seat, history, len(row.prompt_token_ids))
+    assert first.is_deleted()  # in place: they may be hundreds of MB
     np.testing.assert_array_equal(counts[:5], make_counts(rows, VOCAB))
     params = SamplingParams(presence_penalty=1.0)
     sampling = [SamplingRow(params, 1, 2, 3, (), True), SamplingRow(params, 1, 2, 0, (), False)]
