@@ -170,7 +170,7 @@ def test_abort_yields_those_of_the_prompt_unless_they_came_with_a_token(model, n
 
 
 def test_each_request_of_a_step_gets_as_many_prompt_logprobs_as_it_asks_for(model):
-    each = [dataclasses.replace(BOTH, prompt_logprobs=n) for n in (0, 3)]
+    each = [SamplingParams(max_new_tokens=2, prompt_logprobs=n) for n in (0, 3)]
     for output, params in zip(make_engine(model).generate([[1, 2, 3], [4, 5, 6]], each), each, strict=True):
         check_output(model, output, params)
 

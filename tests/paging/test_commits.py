@@ -77,12 +77,13 @@ def test_commit_in_steps_indexes_what_one_commit_does(windows, step):
         assert NULL_PAGE not in found
 
 
-def test_invalidate_of_a_fork_takes_no_pages_for_what_the_windows_of_others_have_passed():
-    """The other still sees all that its next tokens need: its last pages that are right hold it."""
+def test_invalidate_takes_no_pages_for_what_windows_have_passed_and_nobody_sees():
     pages = make_pages(groups=[PageGroup("only", 5)])
-    pages.add("a", PROMPT)
+    pages.add("a", PROMPT[:16])
+    pages.append("a", 4, num_computed=16)  # tokens from 12 on are seen
     pages.fork("a", "b")
     before = pages.num_free_pages
+    assert before == 20 - 2
     assert pages.invalidate("a", 19) == ["a", "b"]
     assert pages.num_free_pages == before
 
