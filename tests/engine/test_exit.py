@@ -61,5 +61,5 @@ def test_process_ends_well(way):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_process_ends_well_each_time(way):
-    for _ in range(8):
+    for _ in range(7):
         run(way)

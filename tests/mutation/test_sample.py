@@ -9,7 +9,7 @@ import pytest
 
 from tests.mutation.project import JAXPAGED
 
-SAMPLE = 210
+SAMPLE = 200
 
 
 @pytest.mark.slow
