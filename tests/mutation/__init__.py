@@ -7,7 +7,7 @@ was changed, or the change makes no difference to what the package promises.
 
     python -m tests.mutation                                        all mutants: hours
     python -m tests.mutation --package paging --module pool.py      those of one module: minutes
-    python -m tests.mutation --count 210 --seed 0                   a sample over all modules, which the slow suite runs
+    python -m tests.mutation --count 200 --seed 0                   a sample over all modules, which the slow suite runs
 
 The command prints each survivor with its change, and ends with 1 if one of them is not in `survivors.toml`: the list of
 accepted survivors by file, node and reason. It also names what is on that list and is killed, or is no mutant any more.
