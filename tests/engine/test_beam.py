@@ -76,6 +76,7 @@ def test_beam_search_of_the_builtin_model_equals_transformers():
     assert engine.pages.num_free_pages == 39
 
 
+@pytest.mark.slow
 def test_beam_search_scores_are_log_probabilities_in_float64(model):
     found = make_engine(model).beam_search(PROMPTS, num_beams=3, max_new_tokens=6)
     for prompt, outputs in zip(PROMPTS, found, strict=True):

@@ -21,7 +21,7 @@ def iter_steps(engine):
         yield from engine.step()
 
 
-@pytest.mark.parametrize("swap_pages", [0, 40])
+@pytest.mark.parametrize("swap_pages", [pytest.param(0, marks=pytest.mark.slow), 40])
 def test_logits_not_finite_of_a_request_preempted_meanwhile_leave_nothing_to_hit(model, swap_pages):
     """Its pages were computed and committed before anybody knew."""
     params = good_params(model)
@@ -81,7 +81,7 @@ def test_model_over_a_cache_of_another_shape_is_refused(model):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("after", [0, 3, *(pytest.param(n, marks=SLOW) for n in (1, 2, 4, 5))])
+@pytest.mark.parametrize("after", [3, *(pytest.param(n, marks=SLOW) for n in (0, 1, 2, 4, 5))])
 def test_abort_at_any_step_frees_pages_and_leaves_the_others(model, after):
     engine = make_engine(model)
     ids = [engine.add_request(prompt, SAMPLED) for prompt in PROMPTS]

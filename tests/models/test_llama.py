@@ -183,6 +183,7 @@ def test_llama_builtin_greedy_equals_transformers(builtin_engine, builtin_tokeni
     assert output.finish_reason.value == ("stop" if record["token_ids"][-1] in stop else "length")
 
 
+@pytest.mark.slow
 def test_llama_builtin_greedy_in_one_batch_equals_one_by_one(builtin_engine, builtin_tokenizer):
     records = GREEDY[:8]
     params = [SamplingParams(max_new_tokens=min(6, len(r["token_ids"]))) for r in records]
