@@ -14,7 +14,7 @@ class Layout:
 
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[np.dtype, ...]
 
 
 def pack(tree: Any) -> tuple[np.ndarray, Layout]:
@@ -27,7 +27,7 @@ def pack(tree: Any) -> tuple[np.ndarray, Layout]:
     for leaf in leaves:
         if leaf.dtype.itemsize != 4:
             raise TypeError(f"`tree` must hold arrays of four bytes a value; got {leaf.dtype}.")
-    shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype.name for x in leaves)
+    shapes, dtypes = tuple(x.shape for x in leaves), tuple(x.dtype for x in leaves)
     flat = [x.reshape(-1).view(np.int32) for x in leaves]
     return np.concatenate(flat), Layout(treedef, shapes, dtypes)
 
@@ -38,6 +38,6 @@ def unpack(packed: jax.Array, layout: Layout) -> Any:
     for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
         size = int(np.prod(shape))
         values = packed[begin : begin + size].reshape(shape)
-        leaves.append(values if dtype == "int32" else lax.bitcast_convert_type(values, dtype))
+        leaves.append(values if dtype == np.int32 else lax.bitcast_convert_type(values, dtype))
         begin += size
     return jax.tree.unflatten(layout.treedef, leaves)

@@ -50,6 +50,7 @@ class Request:
 
     Attributes:
         max_len: Prompt and output together, at most, in tokens.
+        num_prompt: Tokens of the prompt.
         priority: Lower numbers go first; among equals the lower id, which came first.
         deadline: When it fails if it has not ended, by the clock of `Scheduler.schedule`.
         siblings: The samples of the same prompt, which share its pages, itself among them; empty where it is alone.
@@ -80,6 +81,7 @@ class Request:
     siblings: "list[Request]" = dataclasses.field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    num_prompt: int = dataclasses.field(init=False)
     num_tokens: int = dataclasses.field(init=False)
     is_plain: bool = dataclasses.field(init=False)
     family: int | None = None
@@ -97,7 +99,7 @@ class Request:
     _num_buffered: int = 0
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt_token_ids)
+        self.num_prompt = self.num_tokens = len(self.prompt_token_ids)
         self.is_plain = self.params.is_plain
 
     @property
@@ -113,12 +115,12 @@ class Request:
     @property
     def max_new_tokens(self) -> int:
         """Tokens that `max_len` leaves for the output."""
-        return self.max_len - len(self.prompt_token_ids)
+        return self.max_len - self.num_prompt
 
     @property
     def num_known(self) -> int:
         """Tokens of prompt and output that the host knows."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt + len(self.output_token_ids)
 
     @property
     def num_pending(self) -> int:
@@ -133,14 +135,14 @@ class Request:
     @property
     def needs_prompt_logits(self) -> bool:
         """Whether logits inside its prompt are wanted that have not been read, so that no page of it may be a hit."""
-        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < len(self.prompt_token_ids)
+        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt
 
     def known_tokens(self) -> np.ndarray:
         """[num_known] Return prompt and output, int32: a view, not to be written to.
 
         O(tokens new since the last call).
         """
-        num_prompt, num_known = len(self.prompt_token_ids), self.num_known
+        num_prompt, num_known = self.num_prompt, self.num_known
         if self._buffer is None:
             self._buffer = np.empty(max(self.max_len, num_known), np.int32)
             self._buffer[:num_prompt] = self.prompt_token_ids

@@ -199,7 +199,7 @@ class Scheduler:
             output.append(token_id)
             if token_id in request.params.stop_token_ids:
                 reason = FinishReason.STOP
-            elif len(request.prompt_token_ids) + len(output) >= request.max_len:
+            elif request.num_prompt + len(output) >= request.max_len:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 self._end(request, reason)

@@ -135,7 +135,7 @@ class StepBuilder:
         rows_before: Mapping[int, int],
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the new tokens row by row, and of each the row of the step before in which it was sampled, or -1."""
-        pending = [r.num_tokens > len(r.prompt_token_ids) + len(r.output_token_ids) for r in self._decodes]
+        pending = [r.num_tokens > r.num_prompt + len(r.output_token_ids) for r in self._decodes]
         decodes = [0 if p else r.output_token_ids[-1] for p, r in zip(pending, self._decodes, strict=True)]
         sources = [rows_before[r.request_id] if p else -1 for p, r in zip(pending, self._decodes, strict=True)]
         if not self.prefills and not drafts:
@@ -167,7 +167,7 @@ class StepBuilder:
                     request.seat, request.is_seat_stale = free_seats.pop(), True
                 if request.is_seat_stale:
                     history = request.known_tokens().copy()
-                    seatings.append(Seating(request.seat, history, len(request.prompt_token_ids)))
+                    seatings.append(Seating(request.seat, history, request.num_prompt))
                 request.is_seat_stale = bool(self._drafts.get(request))
         return tuple(seatings)
 
@@ -183,7 +183,7 @@ def _sampling(
         seat = -1 if request.seat is None or not samples else request.seat
         # Which drafts are right is not known on the device: such a request sits down anew when the host knows.
         is_counted = seat >= 0 and not guesses
-        row = SamplingRow(request.params, len(request.prompt_token_ids), request.num_tokens, seat, (), is_counted)
+        row = SamplingRow(request.params, request.num_prompt, request.num_tokens, seat, (), is_counted)
         rows.append(row)
         for end in range(1, len(guesses) + 1):
             rows.append(row._replace(num_tokens=row.num_tokens + end, recent=tuple(guesses[:end])))
